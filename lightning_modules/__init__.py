@@ -1,0 +1,17 @@
+"""ICLR 2024 methods as Lightning modules; every public name is imported when first used."""
+
+from lightning_modules.components.lazy import lazy_names
+
+# public name -> the room (sub-package) that defines it
+PUBLIC_NAMES = {
+    "PaperModule": "base",
+}
+
+# room -> the extra that it needs
+EXTRAS = {
+    "epsilon_scaling": "epsilon_scaling",
+    "ppiformer": "ppiformer",
+    "rso": "rso",
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, PUBLIC_NAMES, EXTRAS)
