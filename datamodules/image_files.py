@@ -12,7 +12,7 @@ import pickle
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -102,8 +102,8 @@ def first_existing(folders: Iterable[Path], names: Iterable[str], what: str) -> 
             if (folder / name).is_file():
                 return folder / name
     raise FileNotFoundError(
-        f"path={str(folders[0])!r} has no {' or '.join(names)} ({what}); put the file there, or set "
-        "download=true to fetch it"
+        f"path={str(folders[0])!r} has no {' or '.join(names)} ({what}); put the file there, "
+        "or set download=true to fetch it"
     )
 
 
@@ -111,7 +111,7 @@ def read_mnist(folder: Path, part: str) -> Arrays:
     """Reads the images and labels of one part of an MNIST-like set.
 
     Args:
-        folder: Folder with the idx files, or one with ``raw``, ``MNIST/raw`` or ``FashionMNIST/raw``.
+        folder: Folder with the idx files, or the one above ``raw`` or ``MNIST/raw``.
         part: ``"train"`` or ``"test"``.
 
     Returns:
@@ -130,7 +130,7 @@ def read_mnist(folder: Path, part: str) -> Arrays:
 class _ArrayUnpickler(pickle.Unpickler):
     """Unpickles numpy arrays and plain containers, and refuses everything else."""
 
-    _allowed = {
+    _allowed: ClassVar[set[tuple[str, str]]] = {
         ("numpy", "ndarray"),
         ("numpy", "dtype"),
         ("_codecs", "encode"),

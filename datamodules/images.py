@@ -1,4 +1,4 @@
-"""Labelled images and feature tables: digits, the MNIST and CIFAR families, own `.npz` and `.csv`."""
+"""Labelled images and feature tables: digits, MNIST and CIFAR families, own `.npz` and `.csv`."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -349,8 +349,8 @@ class Images(SuiteDataModule):
             scale, shift = (1.0, 0.0) if self.scaling == "unit" else (2.0, -1.0)
             return one * (scale / width), zero + (shift - scale * low / width)
         if self.source in PUBLISHED_MOMENTS:
-            mean, std = (torch.tensor(v, dtype=torch.float64) for v in PUBLISHED_MOMENTS[self.source])
-            mean, std = mean * high, std * high
+            moments = torch.tensor(PUBLISHED_MOMENTS[self.source], dtype=torch.float64)
+            mean, std = moments * high
         else:
             axes = (0, 2, 3) if x.ndim == 4 else (0,)
             mean, std = _moments(x, axes)

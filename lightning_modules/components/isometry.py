@@ -1,0 +1,199 @@
+"""How far a set of vectors is from orthogonal with equal norms, and what one random layer does."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from scipy.special import digamma
+from torch import Tensor
+
+__all__ = [
+    "expected_log_norm",
+    "expected_one_layer_gap",
+    "gap_of_singular_values",
+    "isometry_gap",
+    "nonzero_isometry_gap",
+    "orthogonality_gap",
+]
+
+
+def _as_double(x: Tensor) -> Tensor:
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least two axes (..., n, d), got shape {tuple(x.shape)}")
+    return x.to(torch.float64)
+
+
+def gap_of_singular_values(singular_values: Tensor) -> Tensor:
+    """Isometry gap from all `n` singular values of a matrix with `n` rows.
+
+    Values at rounding level of the largest count as zero.
+
+    Args:
+        singular_values: float64 `(..., n)`, in descending order.
+
+    Returns:
+        float64 `(...)`; `inf` where a value is zero, NaN where one is NaN.
+    """
+    n = singular_values.shape[-1]
+    largest = singular_values[..., :1]
+    # a common factor cancels; scaling by the largest keeps tiny matrices away from underflow
+    s = singular_values / torch.where(largest > 0, largest, torch.ones_like(largest))
+    resolution = n * torch.finfo(s.dtype).eps
+    s = torch.where(s <= resolution, torch.zeros_like(s), s)
+    gap = s.square().mean(-1).log() - 2 * s.log().mean(-1)
+    # both logarithms of an all-zero matrix are -inf: it is rank deficient all the same
+    gap = torch.where((s == 0).any(-1), torch.full_like(gap, torch.inf), gap)
+    return torch.where(gap < 0, torch.zeros_like(gap), gap)
+
+
+def isometry_gap(x: Tensor, dim_check: bool = True) -> Tensor:
+    """Isometry gap phi of the rows of a matrix, from float64 singular values.
+
+        phi(X) = log( (1/n) sum_i mu_i ) - (1/n) sum_i log mu_i,   mu = eigenvalues of X X^T
+
+    It is 0 if and only if the rows are orthogonal with equal norms, infinite if and only if they
+    are linearly dependent, and does not change when X is scaled or its features are rotated.
+
+    Args:
+        x: `(..., n, d)`, any floating type; leading axes are a batch of matrices.
+        dim_check: Whether more rows than columns, which are always dependent, are an error;
+            otherwise their gap is `inf`.
+
+    Returns:
+        float64 `(...)`.
+
+    Raises:
+        ValueError: If `n > d` and `dim_check`, or `x` has fewer than two axes.
+    """
+    x = _as_double(x)
+    n, d = x.shape[-2:]
+    if n > d:
+        if dim_check:
+            raise ValueError(
+                f"the isometry gap of n={n} rows in d={d} dimensions is infinite: "
+                f"take at most {d} rows, or nonzero_isometry_gap for the spread of the others"
+            )
+        return torch.full(x.shape[:-2], torch.inf, dtype=x.dtype, device=x.device)
+    return gap_of_singular_values(_singular_values(x))
+
+
+def nonzero_isometry_gap(x: Tensor, rank: int | None = None) -> Tensor:
+    """Spread of the non-zero part of the spectrum, defined for any shape and rank.
+
+    The formula of `isometry_gap` over the non-zero eigenvalues alone. It is *not* the isometry
+    gap: dependent rows do not make it infinite. It serves where a zero is built in, as with more
+    rows than columns and behind a norm that subtracts the batch mean (rank `n - 1`).
+
+    Args:
+        x: `(..., n, d)`.
+        rank: Number of leading singular values to use; `None` uses those above rounding level.
+
+    Returns:
+        float64 `(...)`; NaN for a matrix of zeros.
+    """
+    s = _singular_values(_as_double(x))
+    if rank is not None:
+        s = s[..., :rank]
+    largest = s[..., :1]
+    floor = max(x.shape[-2:]) * torch.finfo(_measured_dtype(x)).eps * largest
+    kept = (s > floor).to(s.dtype)
+    count = kept.sum(-1)
+    logs = torch.where(kept > 0, s, torch.ones_like(s)).log()
+    return ((s.square() * kept).sum(-1) / count).log() - 2 * logs.sum(-1) / count
+
+
+def _measured_dtype(x: Tensor) -> torch.dtype:
+    """Type in which the entries were computed: its rounding is the noise of zero eigenvalues."""
+    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _singular_values(x: Tensor) -> Tensor:
+    """Singular values, NaN for a matrix with an entry that is not finite (LAPACK would raise)."""
+    finite = torch.isfinite(x).all(-1).all(-1)
+    if bool(finite.all()):
+        return torch.linalg.svdvals(x)
+    s = torch.linalg.svdvals(torch.where(finite[..., None, None], x, torch.zeros_like(x)))
+    return torch.where(finite[..., None], s, torch.full_like(s, torch.nan))
+
+
+def orthogonality_gap(x: Tensor) -> Tensor:
+    """Frobenius distance of the normalised Gram matrix from that of orthogonal rows.
+
+        || X X^T / ||X||_F^2 - I / n ||_F
+
+    Args:
+        x: `(..., n, d)`.
+
+    Returns:
+        float64 `(...)`, in [0, 1); NaN for a matrix of zeros.
+    """
+    x = _as_double(x)
+    n = x.shape[-2]
+    gram = x @ x.mT
+    total = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    eye = torch.eye(n, dtype=x.dtype, device=x.device)
+    return torch.linalg.matrix_norm(gram / total - eye / n)
+
+
+# ---------------------------------------------------------------------- one layer, exactly
+
+# Trapezoidal rule in log t. The integrand is analytic for |Im log t| < pi/2, so the error falls like
+# exp(-pi^2 / step), here 1e-17. It grows like t on the left, decays at least like t^(-1/2) on the right.
+_LOG_T, _STEP = (-45.0, 95.0), 0.25
+
+
+def expected_log_norm(eigenvalues: Tensor) -> Tensor:
+    """Mean of log(sum_i lam_i w_i^2) over w uniform on the unit sphere, times d.
+
+    Equals `E log(sum_i lam_i g_i^2) - digamma(d/2) - log 2` with g standard normal, where
+
+        E log(sum_i lam_i g_i^2) = integral_0^inf ( e^-t - prod_i (1 + 2 t lam_i)^(-1/2) ) / t dt
+
+    With lam scaled to mean 1 it is never positive, and 0 only for equal eigenvalues.
+
+    Args:
+        eigenvalues: `(..., d)`, not negative, not all zero.
+
+    Returns:
+        float64 `(...)`, accurate to about 1e-14.
+    """
+    lam = eigenvalues.to(torch.float64)
+    d = lam.shape[-1]
+    mean = lam.mean(-1, keepdim=True)
+    log_t = torch.arange(*_LOG_T, _STEP, dtype=torch.float64, device=lam.device)
+    t = log_t.exp()
+    log_product = -0.5 * torch.log1p(2 * t * (lam / mean)[..., None]).sum(-2)
+    # the difference of two exponentials, without cancellation where both are near 1
+    integral = _STEP * (torch.expm1(-t) - torch.expm1(log_product)).sum(-1)
+    return integral - (digamma(d / 2) + math.log(2)) + mean[..., 0].log()
+
+
+def expected_one_layer_gap(x: Tensor) -> Tensor:
+    """Exact mean isometry gap behind one random layer: Haar-orthogonal map, then row-wise norm.
+
+        E phi(out) = phi(in) + E log(sum_i lam_i w_i^2),   w uniform on the sphere
+
+    with lam the eigenvalues of X X^T divided by their mean. Holds for square X of full rank, the
+    norm without centring and the identity activation; the second term is never positive.
+
+    Args:
+        x: `(..., d, d)` input of the layer.
+
+    Returns:
+        float64 `(...)`; `inf` where X is singular.
+
+    Raises:
+        ValueError: If X is not square.
+    """
+    x = _as_double(x)
+    n, d = x.shape[-2:]
+    if n != d:
+        raise ValueError(f"the exact mean gap needs as many rows as features, got n={n}, d={d}")
+    s = _singular_values(x)
+    largest = s[..., :1]
+    s = s / torch.where(largest > 0, largest, torch.ones_like(largest))
+    mu = s.square()
+    mean = mu.mean(-1, keepdim=True)
+    lam = mu / torch.where(mean > 0, mean, torch.ones_like(mean))
+    return gap_of_singular_values(s) + expected_log_norm(lam)
