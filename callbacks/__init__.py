@@ -5,8 +5,12 @@ from lightning_modules.components.lazy import lazy_names
 # public name -> module that defines it
 PUBLIC_NAMES = {
     "Checkpoint": "checkpoint",
+    "Curriculum": "curriculum",
     "EarlyStop": "early_stop",
+    "Figures": "figures",
+    "GradientNorms": "gradient_norms",
     "PredictionFiles": "predictions",
+    "Regularization": "regularization",
     "StepSeed": "step_seed",
 }
 

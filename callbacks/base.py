@@ -4,8 +4,8 @@ A callback never asks which method it watches (``isinstance(module, FedRAP)``); 
 method offers what the callback needs. Every ``lightning_modules.base.PaperModule`` offers all of
 these, and so does any other ``LightningModule`` that has the named members.
 
-The protocols are runtime-checkable: ``isinstance(module, HasFigures)`` looks for the members and not
-for a base class.
+The protocols are runtime-checkable: ``isinstance(module, HasFigures)`` looks for the members and
+not for a base class.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +33,8 @@ class HasLossWeights(Protocol):
 class HasIteration(Protocol):
     """Counts its own training batches.
 
-    ``Trainer.global_step`` counts the steps of every optimiser and therefore runs at twice the speed
-    for a method with two of them. This clock counts batches and is stored in the checkpoint.
+    ``Trainer.global_step`` counts the steps of every optimiser and therefore runs at twice the
+    speed for a method with two of them. This clock counts batches and is stored in the checkpoint.
     """
 
     @property

@@ -21,7 +21,8 @@ class Curriculum(Callback):
     without any stored state. (`Adaptive` schedules are the exception, their state is in the
     checkpoint.) Several instances may run side by side, one for each target.
 
-    The value at clock ``a`` is ``initial`` for ``a < delay`` and ``schedule(a - delay)`` from then on.
+    The value at clock ``a`` is ``initial`` for ``a < delay`` and ``schedule(a - delay)`` from then
+    on.
 
     Args:
         target: what is moved, as a dotted path from the module: ``loss_weights.<term>``, a
@@ -56,9 +57,9 @@ class Curriculum(Callback):
                     initial: 0.0
 
     Raises:
-        ValueError: for an unknown clock or schedule, a negative delay, an empty target; at the start
-            of ``fit`` for a target that the module does not have or that is no number, and for two
-            curricula with one target; in training for a value that is not finite.
+        ValueError: for an unknown clock or schedule, a negative delay, an empty target; at the
+            start of ``fit`` for a target that the module does not have or that is no number, and
+            for two curricula with one target; in training for a value that is not finite.
     """
 
     def __init__(
@@ -104,10 +105,14 @@ class Curriculum(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the target and remember what it was constructed with."""
-        same = [c for c in trainer.callbacks if getattr(c, "target", None) == self.target]  # type: ignore[attr-defined]
-        if sum(isinstance(c, Curriculum) for c in same) > 1:
+        curricula = [c for c in trainer.callbacks if isinstance(c, Curriculum)]  # type: ignore[attr-defined]
+        if sum(c.target == self.target for c in curricula) > 1:
             raise ValueError(
                 f"two Curriculum callbacks have target={self.target!r}: remove one of them"
+            )
+        if sum(c.name == self.name for c in curricula) > 1:
+            raise ValueError(
+                f"two Curriculum callbacks log as 'curriculum/{self.name}': give one another name="
             )
         if self.clock == "iteration" and not isinstance(pl_module, HasIteration):
             raise ValueError(
@@ -128,7 +133,11 @@ class Curriculum(Callback):
         value = self._update(trainer, pl_module)
         per_epoch = self.clock == "epoch"
         pl_module.log(
-            f"curriculum/{self.name}", value, on_step=not per_epoch, on_epoch=per_epoch, batch_size=1
+            f"curriculum/{self.name}",
+            value,
+            on_step=not per_epoch,
+            on_epoch=per_epoch,
+            batch_size=1,
         )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -150,7 +159,7 @@ class Curriculum(Callback):
     on_predict_start = on_validation_start
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last value, which evaluation outside of ``fit`` needs, and an adaptive state."""
+        """Return the last value, for evaluation outside of ``fit``, and an adaptive state."""
         state: dict[str, Any] = {"value": self._value, "scale": self._scale}
         if isinstance(self.schedule, Adaptive):
             state["schedule"] = self.schedule.state_dict()
@@ -188,8 +197,10 @@ class Curriculum(Callback):
             if not known:
                 where = ".".join(["module", *path[:i]])
                 names = sorted(map(str, holder)) if isinstance(holder, Mapping) else None
-                has = f"it has {', '.join(names) or 'none'}" if names is not None else (
-                    f"{type(holder).__name__} has no such attribute"
+                has = (
+                    f"it has {', '.join(names) or 'none'}"
+                    if names is not None
+                    else (f"{type(holder).__name__} has no such attribute")
                 )
                 raise ValueError(f"target={self.target!r}: no {part!r} in {where}, {has}")
             if i < len(path):
@@ -210,7 +221,7 @@ class Curriculum(Callback):
                 f"target={self.target!r} must be a number or a buffer with one element, "
                 f"got {type(present).__name__}"
             )
-        return present
+        return present  # type: ignore[no-any-return]
 
     def _set(self, pl_module: LightningModule, value: float) -> float:
         holder, leaf = self._parent(pl_module)

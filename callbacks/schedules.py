@@ -1,9 +1,9 @@
 """Schedules: the value of a coefficient as a function of the time in training.
 
 A schedule maps a clock (a count of iterations or of epochs, from 0) to a number. It is a frozen
-dataclass without state, so it gives the same value on every rank, after a resume and in any order of
-calls. `Adaptive` schedules, which look at metrics, are the exception; their state is stored in the
-checkpoint.
+dataclass without state, so it gives the same value on every rank, after a resume and in any order
+of calls. `Adaptive` schedules, which look at metrics, are the exception; their state is stored in
+the checkpoint.
 
 Example:
     >>> Linear(start=0.0, end=1.0, length=4)(1)
@@ -12,6 +12,7 @@ Example:
     0.75
 """
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ def _between(start: float, end: float, share: float) -> float:
 
 
 class Schedule(ABC):
-    """A number as a function of the clock; derive from it or write any callable ``int -> float``."""
+    """A number as a function of the clock; any other callable ``int -> float`` will do too."""
 
     @abstractmethod
     def __call__(self, clock: int) -> float:
@@ -84,7 +85,7 @@ class Linear(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """From ``start`` to ``end`` along half a period of a cosine in ``length`` ticks, then ``end``."""
+    """From ``start`` to ``end`` along half a cosine in ``length`` ticks, then ``end``."""
 
     length: int
     start: float = 0.0
@@ -141,7 +142,7 @@ class Tanh(Schedule):
 
 @dataclass(frozen=True)
 class Sine(Schedule):
-    """``maximum * (sin(clock / scale) + 1) / 2``: swings between 0 and ``maximum``, from the middle."""
+    """``maximum * (sin(clock / scale) + 1) / 2``: swings between 0 and ``maximum``."""
 
     maximum: float = 1.0
     scale: float = 10.0
@@ -229,7 +230,7 @@ class Piecewise(Schedule):
 
     def __post_init__(self) -> None:
         clocks = [clock for clock, _ in self.points]
-        if not clocks or any(b <= a for a, b in zip(clocks, clocks[1:], strict=False)):
+        if not clocks or any(b <= a for a, b in itertools.pairwise(clocks)):
             raise ValueError(f"points need at least one entry and rising clocks, got {self.points}")
 
     def __call__(self, clock: int) -> float:
@@ -246,7 +247,7 @@ class Piecewise(Schedule):
 
 
 class Adaptive(Schedule):
-    """Base of schedules that react to metrics; `Curriculum` stores their state in the checkpoint."""
+    """Base of schedules that react to metrics; `Curriculum` puts their state in checkpoints."""
 
     @abstractmethod
     def observe(self, metrics: Mapping[str, float]) -> None:
@@ -262,7 +263,7 @@ class Adaptive(Schedule):
 
 
 class Plateau(Adaptive):
-    """Multiplies its value by ``factor`` when a metric has not improved for ``patience`` validations.
+    """Multiplies its value by ``factor`` when a metric has stopped to improve.
 
     Args:
         monitor: name of the logged metric, such as ``val/loss``.
