@@ -94,8 +94,8 @@ class Curriculum(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of this instance in the checkpoint; names the target."""
-        return self._generate_state_key(target=self.target)
+        """Key of this instance in the checkpoint; names what it moves."""
+        return self._generate_state_key(target=self.target, name=self.name)
 
     def value_at(self, clock: int) -> float:
         """Return the value at ``clock``, without the factor of ``relative``."""
