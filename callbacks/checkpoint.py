@@ -57,7 +57,7 @@ class Checkpoint(ModelCheckpoint):
         """Take metric and direction from the module where the user gave none."""
         if self._of_module:
             self.monitor = getattr(pl_module, "monitor", None)
-            mode = self._wanted_mode or getattr(pl_module, "mode", "min")
+            mode = str(self._wanted_mode or getattr(pl_module, "mode", "min"))
             self.kth_value, self.mode = {
                 "min": (torch.tensor(torch.inf), "min"),
                 "max": (torch.tensor(-torch.inf), "max"),

@@ -36,8 +36,8 @@ class EarlyStop(EarlyStopping):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take metric and direction from the module where the user gave none."""
         monitor, mode = self._wanted
-        self.monitor = monitor or getattr(pl_module, "monitor", "val/loss")
-        self.mode = mode or getattr(pl_module, "mode", "min")
+        self.monitor = str(monitor or getattr(pl_module, "monitor", "val/loss"))
+        self.mode = str(mode or getattr(pl_module, "mode", "min"))
         sign = 1 if self.mode == "max" else -1
         self.min_delta = sign * abs(self.min_delta)
         self.best_score = torch.tensor(-sign * torch.inf)

@@ -156,6 +156,8 @@ class ResumableLoader(Generic[Batch]):
         pin_memory: Whether batches are copied to page-locked memory.
     """
 
+    batch_sampler = None  # Lightning asks for it beside `sampler`
+
     def __init__(
         self,
         dataset: BatchedDataset,
@@ -275,7 +277,7 @@ def split(size: int, fractions: Sequence[float], seed: int) -> list[Tensor]:
         raise ValueError(f"split fractions must be in (0, 1) with a sum below 1, got {fractions}")
     order = torch.randperm(size, generator=generator_from(seed, "split"))
     counts = [round(size * fraction) for fraction in fractions]
-    parts = list(order.split([*counts, size - sum(counts)]))
+    parts = list(torch.split(order, [*counts, size - sum(counts)]))
     if any(len(part) == 0 for part in parts):
         raise ValueError(f"{size} samples are too few for the split fractions {fractions}")
     return parts

@@ -137,14 +137,15 @@ class PaperModule(LightningModule):
         """Add a penalty on the parameters as one more term of the objective.
 
         Args:
-            name: Name of the term; its weight is `loss_weights[name]`.
+            name: Name of the term; its weight is `loss_weights[name]`. The same name again
+                replaces the penalty.
             penalty: Called with this module, returns a scalar. Must be picklable.
             weight: Initial weight.
 
         Raises:
-            ValueError: If the objective already has a term of this name.
+            ValueError: If the objective has a term of its own of this name.
         """
-        if name in self._penalties or name in self.default_loss_weights:
+        if name in self.default_loss_weights:
             raise ValueError(f"the objective already has a term '{name}': choose another name")
         self._penalties[name] = penalty
         self.loss_weights[name] = weight

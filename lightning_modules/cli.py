@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import logging
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_modules.errors import UserError, explain_arguments
@@ -29,10 +31,10 @@ CLASS_FLAGS = {
 
 
 class _Parser(LightningArgumentParser):
-    """Parser whose errors are one line, raised instead of printed."""
+    """Parser that raises its errors instead of printing its usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(explain_arguments(message, ex)) from ex
+        raise UserError(message) from ex
 
 
 def packaged_configs() -> list[str]:
@@ -85,6 +87,16 @@ def expand_words(words: Sequence[str]) -> list[str]:
     return result
 
 
+def _class_paths(words: Sequence[str]) -> list[str]:
+    """Every class that the words or the config files among them name."""
+    texts = [*words]
+    for word in words:
+        path = Path(word.rpartition("=")[2])
+        if path.suffix in {".yaml", ".yml"} and path.is_file():
+            texts.append(path.read_text(encoding="utf-8"))
+    return re.findall(r"\b\w+(?:\.\w+)+\b", "\n".join(texts))
+
+
 def _value_of(flag: str, words: Sequence[str]) -> str | None:
     for position, word in enumerate(words):
         if word == flag and position + 1 < len(words):
@@ -118,33 +130,29 @@ class SuiteCLI(LightningCLI):
     """`LightningCLI` with packaged configs, run folders, default loggers and one-line errors."""
 
     def __init__(self, args: ArgsType = None) -> None:
-        # `args` beside a process's own arguments is what calls from Python are
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-            super().__init__(
-                model_class=LightningModule,
-                datamodule_class=LightningDataModule,
-                subclass_mode_model=True,
-                subclass_mode_data=True,
-                parser_class=_Parser,
-                auto_configure_optimizers=False,
-                save_config_kwargs={"overwrite": True},
-                seed_everything_default=0,
-                trainer_defaults={
-                    # the loaders slice by rank themselves; Lightning's sampler would shuffle
-                    "use_distributed_sampler": False,
-                    "log_every_n_steps": 10,
-                },
-                args=args,
-            )
+        super().__init__(
+            model_class=LightningModule,
+            datamodule_class=LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=_Parser,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            trainer_defaults={
+                # the loaders slice by rank themselves; Lightning's sampler would shuffle
+                "use_distributed_sampler": False,
+                "log_every_n_steps": 10,
+            },
+            args=args,
+        )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Default callbacks, each with its own flags, whatever the user's list says."""
-        from callbacks import Checkpoint, EarlyStop, Figures, StepSeed
+        from callbacks import Checkpoint, EarlyStop, StepSeed
 
         parser.add_lightning_class_args(Checkpoint, "checkpoint")
         parser.add_lightning_class_args(EarlyStop, "early_stop")
-        parser.add_lightning_class_args(Figures, "figures")
         parser.add_lightning_class_args(StepSeed, "step_seed")
 
     def _parse_ckpt_path(self) -> None:
@@ -152,6 +160,13 @@ class SuiteCLI(LightningCLI):
         path = self.config.get(self.config.subcommand, {}).get("ckpt_path")
         if path and path not in {"best", "last", "hpc", "registry"} and not Path(path).exists():
             raise UserError(f"ckpt_path: there is no file {path}")
+
+    def instantiate_classes(self) -> None:
+        """Build module, data and trainer; what a constructor refuses is a bad argument."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
+            raise UserError(str(error)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Trainer with a run folder, the default loggers and whole-file checkpoints."""
@@ -166,15 +181,14 @@ class SuiteCLI(LightningCLI):
             kwargs["logger"] = default_loggers(folder, config=self._plain_config())
         if config.get("plugins") is None and not _sharded(config.get("strategy")):
             kwargs["plugins"] = [AtomicCheckpointIO()]
-        self.save_config_kwargs["overwrite"] = True
-        if not config.get("enable_checkpointing", True):
-            # a checkpoint callback beside enable_checkpointing=False is an error of the Trainer
-            self._parser(self.subcommand).callback_keys.remove("checkpoint")
-        try:
-            trainer = super().instantiate_trainer(**kwargs)
-        finally:
-            if "checkpoint" not in self._parser(self.subcommand).callback_keys:
-                self._parser(self.subcommand).callback_keys.append("checkpoint")
+        parser = self._parser(self.subcommand)
+        callbacks = [
+            self._get(self.config_init, key)
+            for key in parser.callback_keys
+            # beside enable_checkpointing=False a checkpoint callback is an error of the Trainer
+            if key != "checkpoint" or config.get("enable_checkpointing") is not False
+        ]
+        trainer = self._instantiate_trainer({**config, **kwargs}, callbacks)
         if self.subcommand == "predict":
             trainer.callbacks.append(PredictionFiles())  # type: ignore[attr-defined]
         self._warn_of_unsplit_data(trainer)
@@ -199,6 +213,37 @@ class SuiteCLI(LightningCLI):
                 "devices: each sees all data; derive it from datamodules.SuiteDataModule or pass "
                 "--trainer.use_distributed_sampler=true"
             )
+
+
+_NOISE = (
+    # the W&B folder stands in the run's folder before the first row is written
+    ".*Experiment logs directory .* exists and is not empty.*",
+    ".*The number of training batches .* is smaller than the logging interval.*",
+    ".*isinstance\\(treespec, LeafSpec\\).*",
+    ".*LightningCLI's args parameter.*",
+)
+
+
+class _NoAdvertisements(logging.Filter):
+    """Drops the tips by which Lightning recommends further products."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Tip:" not in record.getMessage()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence messages that no user of the suite can act on."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    tips = _NoAdvertisements()
+    logger.addFilter(tips)
+    try:
+        with warnings.catch_warnings():
+            for message in _NOISE:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        logger.removeFilter(tips)
 
 
 def _sharded(strategy: Any) -> bool:
@@ -261,5 +306,8 @@ def run_cli(words: Sequence[str], from_process: bool = False) -> SuiteCLI:
     if from_process:
         # the launcher of further ranks starts `sys.argv` again
         sys.argv[1:] = [*words]
-    with _own_run_folder():
-        return SuiteCLI(args=expanded)
+    with _own_run_folder(), _quiet():
+        try:
+            return SuiteCLI(args=expanded)
+        except UserError as error:
+            raise UserError(explain_arguments(error, _class_paths(expanded))) from error

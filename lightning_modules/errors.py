@@ -1,16 +1,17 @@
 """Failures that a user can cause, as one line; and the exit code of each."""
 
 import difflib
+import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 ARGUMENT_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
 TERMINATED = 143
 
-_KEY = re.compile(r"Parser key \"([^\"]+)\"")
+_KEY = re.compile(r'Parser key "([^"]+)"')
 _WRAPPER = re.compile(r"Does not validate against any of the|^Parser key |^Validation failed")
 _TYPE_NAMES = {
     "int": "an integer",
@@ -36,9 +37,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-def nearest(word: str, names: object) -> str:
+def nearest(word: str, names: Iterable[str]) -> str:
     """Suggestion ` (did you mean 'name'?)`, or nothing."""
-    near = difflib.get_close_matches(word, [str(name) for name in names], n=1)  # type: ignore[attr-defined]
+    near = difflib.get_close_matches(word, list(names), n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
@@ -56,37 +57,46 @@ def one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).rstrip(".")
 
 
-def explain_arguments(message: str, error: BaseException | None) -> str:
+def explain_arguments(error: BaseException, class_paths: Iterable[str] = ()) -> str:
     """One line for a refused command line or config.
 
     jsonargparse tries every alternative of a type and reports all of them with a dump of the
     config; the real cause is the innermost exception that is not such a wrapper, and the name of
-    the argument is the longest dotted key on the way there.
+    the argument is made of the keys on the way there.
 
     Args:
-        message: What the parser says.
-        error: The exception it came from, if any.
+        error: What the parser or a constructor raised.
+        class_paths: Classes that the configuration names; for suggestions.
 
     Returns:
         `argument: what is wrong and what is allowed`.
     """
     key = ""
     innermost = ""
-    cause: BaseException | None = None
-    for link in chain(error) if error is not None else ():
+    cause: BaseException = error
+    for link in chain(error):
         text = str(link)
-        for found in _KEY.findall(text):
-            if len(found) > len(key):
-                key = found
+        if found := _KEY.match(text):
+            inner = found[1]
+            # an inner parser names its keys from its own root, and its error repeats its cause
+            if inner.startswith(f"{key}."):
+                key = inner
+            elif not f".{key}".endswith(f".{inner}"):
+                key = f"{key}.{inner}".lstrip(".")
         if text and not _WRAPPER.search(one_line(text)) and not isinstance(link, KeyError):
             innermost, cause = text, link
-    line = one_line(innermost) or one_line(message)
+    line = one_line(innermost) or one_line(str(error))
     unknown = re.match(r"(?:Key|Option|Group key) '([^']+)' is not (?:accepted|expected)", line)
     if unknown:
-        line += nearest(unknown[1].split(".")[-1], _known_parameters(message, error))
+        line += nearest(unknown[1].split(".")[-1], _parameters(class_paths))
     elif match := re.search(r"Expected a dot import path string: (\w+)", line):
         line = f"there is no class '{match[1]}'" + nearest(match[1], _public_classes())
-    if key and not line.startswith(key) and not isinstance(cause, (OSError, ConnectionError)):
+    elif match := re.match(r"unrecognized arguments: --?(\S+)", line):
+        word = match[1].partition("=")[0].split(".")[-1]
+        line += nearest(word, _parameters([*class_paths, "lightning.pytorch.Trainer"]))
+    elif line.startswith("the following arguments are required"):
+        line += "; a method's config has them: --config PAPER/default.yaml (see iclr24 papers)"
+    if key and not line.startswith(key) and not isinstance(cause, OSError):
         line = f"{key}: {line}"
     return line
 
@@ -102,18 +112,13 @@ def _public_classes() -> list[str]:
     return [*lightning_modules.__all__, *datamodules.__all__, *callbacks.__all__, *optimizers]
 
 
-def _known_parameters(message: str, error: BaseException | None) -> set[str]:
-    """Parameters of every class of ours that the failed parse speaks of."""
-    import importlib
-
-    texts = [message, *(str(link) for link in chain(error))] if error is not None else [message]
+def _parameters(class_paths: Iterable[str]) -> set[str]:
+    """Constructor arguments of these classes and their bases."""
     names: set[str] = set()
-    paths = re.findall(r"\b((?:lightning_modules|datamodules|callbacks|torch)(?:\.\w+)+)", "\n".join(texts))
-    for path in set(paths):
+    for path in class_paths:
         module, _, name = path.rpartition(".")
         try:
-            cls = getattr(importlib.import_module(module), name)
-            for base in inspect.getmro(cls):
+            for base in inspect.getmro(getattr(importlib.import_module(module), name)):
                 names.update(inspect.signature(base).parameters)
         except (ImportError, AttributeError, ValueError, TypeError):
             continue
