@@ -138,13 +138,14 @@ def orthogonality_gap(x: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------- one layer, exactly
 
-# Trapezoidal rule in log t. The integrand is analytic for |Im log t| < pi/2, so the error falls like
-# exp(-pi^2 / step), here 1e-17. It grows like t on the left, decays at least like t^(-1/2) on the right.
+# Trapezoidal rule in log t. The integrand is analytic for |Im log t| < pi/2, so the error falls
+# like exp(-pi^2 / step), here 1e-17. On the left it grows like t, on the right it decays at least
+# like t^(-1/2).
 _LOG_T, _STEP = (-45.0, 95.0), 0.25
 
 
 def expected_log_norm(eigenvalues: Tensor) -> Tensor:
-    """Mean of log(sum_i lam_i w_i^2) over w uniform on the unit sphere, times d.
+    """Mean of log(sum_i lam_i w_i^2) over w uniform on the unit sphere.
 
     Equals `E log(sum_i lam_i g_i^2) - digamma(d/2) - log 2` with g standard normal, where
 

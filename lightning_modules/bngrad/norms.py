@@ -1,0 +1,342 @@
+"""Normalisation over the batch or over the features, without epsilon and affine parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["NORMS", "BatchNorm", "SampleNorm", "build_norm", "frozen_statistics", "sum_over_ranks"]
+
+NORMS = ("bn", "bn_nocenter", "ln", "torch_bn", "none")
+Scale = float | Literal["sqrt_n"]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce whose gradient is the all-reduce of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+
+def world_size() -> int:
+    """Number of processes of the default group, 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """Sum of a tensor over all processes, with gradient; the tensor itself in a single process."""
+    if world_size() == 1:
+        return x
+    total: Tensor = _SumOverRanks.apply(x)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _check_scale(scale: Scale) -> None:
+    if scale != "sqrt_n" and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        raise ValueError(f"scale must be 'sqrt_n' or a finite number above 0, got {scale!r}")
+
+
+class BatchNorm(nn.Module):
+    """Divides every feature by its norm over the batch.
+
+        BN(H)[:, j] = c H[:, j] / ||H[:, j]||_2,    c = sqrt(n) or a constant
+
+    With `center` the batch mean of each feature is subtracted first; with c = sqrt(n) that is the
+    usual batch normalisation with eps = 0. There are no affine parameters.
+
+    In training the statistics are those of the batch, of all processes together with `sync`. With
+    `track_running_stats` an exponential mean of the squared divisor (and of the mean, if centred)
+    is kept for evaluation. It is corrected for its start, so that a few steps are enough.
+    Without it, evaluation uses its own batch and depends on the batch's composition.
+
+    Args:
+        width: Number of features.
+        center: Whether the batch mean is subtracted.
+        scale: `"sqrt_n"`, or the constant c.
+        eps: Added to the mean square; 0 is exact, and an error for a feature that is zero.
+        sync: Whether statistics are those of all processes.
+        track_running_stats: Whether statistics are kept for evaluation.
+        momentum: Weight of the newest batch in the running statistics.
+        validate: Whether a zero feature is looked for in every batch. (A network of many such norms
+            does it once for all of them.)
+
+    Raises:
+        ValueError: For an argument out of range; in `forward` for a single sample where batch
+            statistics are needed and for a feature that is zero (constant, if centred).
+    """
+
+    running_mean: Tensor
+    running_square: Tensor
+    running_weight: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        center: bool = True,
+        scale: Scale = "sqrt_n",
+        eps: float = 0.0,
+        sync: bool = False,
+        track_running_stats: bool = True,
+        momentum: float = 0.1,
+        validate: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_scale(scale)
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"eps must be at least 0, got {eps}")
+        if not 0 < momentum <= 1:
+            raise ValueError(f"momentum must be in (0, 1], got {momentum}")
+        self.width, self.center, self.scale, self.eps = width, center, scale, eps
+        self.sync, self.track_running_stats = sync, track_running_stats
+        self.momentum, self.validate = momentum, validate
+        self.frozen = False
+        self.last_mean: Tensor | None = None
+        self.last_square: Tensor | None = None
+        if track_running_stats:
+            if center:
+                self.register_buffer("running_mean", torch.zeros(width))
+            self.register_buffer("running_square", torch.zeros(width))
+            # share of the running values that comes from data: 1 - (1 - momentum)^steps
+            self.register_buffer("running_weight", torch.zeros(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Normalises.
+
+        Args:
+            h: `(n, width)`.
+
+        Returns:
+            `(n, width)`.
+        """
+        if not self.training and self.track_running_stats:
+            return self._with_running_statistics(h)
+        if h.shape[0] < 2:
+            raise ValueError(
+                f"batch statistics need at least 2 samples, got {h.shape[0]}: use a larger batch, "
+                "or evaluation mode with track_running_stats=True"
+            )
+        synchronise = self.sync and world_size() > 1
+        if self.center and not synchronise:
+            # eps = 0 is allowed here; a constant feature gives 0 and is found by its statistics
+            out, mean, inverse = torch.native_batch_norm(
+                h, None, None, None, None, True, 0.0, self.eps
+            )
+            mean, inverse = mean.detach(), inverse.detach()
+            square = torch.where(inverse > 0, inverse.square().reciprocal() - self.eps, 0.0)
+            count: float | Tensor = h.shape[0]
+        else:
+            out, mean_, square, count = self._from_sums(h)
+            mean = mean_.detach() if mean_ is not None else None  # type: ignore[assignment]
+            square = square.detach()
+        if self.scale != "sqrt_n":
+            c = float(self.scale)
+            factor = c / count**0.5 if isinstance(count, int) else c * torch.rsqrt(count)  # type: ignore[arg-type]
+            out = out * factor
+        if self.training:
+            self._remember(mean, square, count)
+        elif self.validate:
+            self._check(mean, square)
+        return out
+
+    def _from_sums(self, h: Tensor) -> tuple[Tensor, Tensor | None, Tensor, float | Tensor]:
+        """Output, mean, mean square and count from sums that may run over processes."""
+        count: float | Tensor = h.shape[0]
+        synchronise = self.sync and world_size() > 1
+        mean = None
+        if self.center:
+            # two passes: the mean square minus the squared mean would cancel
+            ones = h.new_full((1,), float(h.shape[0]))
+            sums = sum_over_ranks(torch.cat([h.sum(0), ones]))
+            count = sums[-1].detach()
+            mean = sums[:-1] / count
+            h = h - mean
+            square = sum_over_ranks(h.square().sum(0)) / count
+        elif synchronise:
+            ones = h.new_full((1,), float(h.shape[0]))
+            sums = sum_over_ranks(torch.cat([h.square().sum(0), ones]))
+            count = sums[-1].detach()
+            square = sums[:-1] / count
+        else:
+            square = h.square().mean(0)
+        return h * (square + self.eps).rsqrt(), mean, square, count
+
+    def _remember(self, mean: Tensor | None, square: Tensor, count: float | Tensor) -> None:
+        self.last_mean, self.last_square = mean, square
+        if self.validate:
+            self._check(mean, square)
+        if not self.track_running_stats or self.frozen:
+            return
+        # what the mean-square is divided by includes c, so that evaluation needs no batch size
+        divisor = square if self.scale == "sqrt_n" else square * count / float(self.scale) ** 2
+        self.running_square.lerp_(divisor.to(self.running_square.dtype), self.momentum)
+        if self.center:
+            assert mean is not None
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        self.running_weight.lerp_(torch.ones_like(self.running_weight), self.momentum)
+
+    def _with_running_statistics(self, h: Tensor) -> Tensor:
+        # before the first training step the statistics are those of a standard normal
+        weight = self.running_weight
+        seen = weight.clamp_min(torch.finfo(weight.dtype).tiny)
+        square = torch.where(
+            weight > 0, self.running_square / seen, torch.ones_like(self.running_square)
+        )
+        if self.center:
+            h = h - (self.running_mean / seen).to(h.dtype)
+        return h * (square + self.eps).rsqrt().to(h.dtype)
+
+    def zero_features(self, mean: Tensor | None, square: Tensor) -> Tensor:
+        """Says which features of the last batch are zero (constant up to rounding, if centred).
+
+        Args:
+            mean: Batch means `(..., width)`, `None` without centring.
+            square: Mean squares `(..., width)` behind the centring.
+        """
+        if mean is None:
+            return square == 0
+        # the mean of n equal numbers is off by rounding, which an eps-free norm would blow up
+        resolution = 4 * torch.finfo(mean.dtype).eps
+        return square <= (resolution * mean).square()
+
+    def _check(self, mean: Tensor | None, square: Tensor) -> None:
+        if self.eps > 0:
+            return
+        zero = self.zero_features(mean, square)
+        if bool(zero.any()):
+            raise ValueError(zero_feature_message(int(zero.nonzero()[0, 0]), self.center))
+
+    def reset_statistics(self) -> None:
+        """Forgets the running statistics."""
+        if self.track_running_stats:
+            for buffer in self.buffers():
+                buffer.zero_()
+
+    def extra_repr(self) -> str:
+        """Shows the variant."""
+        return f"{self.width}, center={self.center}, scale={self.scale}, eps={self.eps}"
+
+
+def zero_feature_message(feature: int, center: bool, where: str = "") -> str:
+    """One line for a feature that an eps-free norm would divide by zero."""
+    what = "is the same for all samples" if center else "is zero for all samples"
+    return (
+        f"feature {feature}{where} {what} of the batch, and a norm with eps=0 divides by its "
+        "length: drop the feature, take a larger batch or set eps above 0"
+    )
+
+
+class SampleNorm(nn.Module):
+    """The same norm along the features of each sample: layer normalisation without affine and eps.
+
+    Args:
+        width: Number of features.
+        center: Whether the mean over the features is subtracted first.
+        scale: `"sqrt_n"` (then c = sqrt(width)), or the constant c.
+        eps: Added to the mean square.
+
+    Raises:
+        ValueError: For an argument out of range.
+    """
+
+    def __init__(
+        self, width: int, center: bool = True, scale: Scale = "sqrt_n", eps: float = 0.0
+    ) -> None:
+        super().__init__()
+        _check_scale(scale)
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"eps must be at least 0, got {eps}")
+        self.width, self.center, self.scale, self.eps = width, center, scale, eps
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Normalises each row of `(n, width)`."""
+        if self.center:
+            out = torch.nn.functional.layer_norm(h, (self.width,), eps=self.eps)
+        else:
+            out = h * (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return out if self.scale == "sqrt_n" else out * (float(self.scale) / self.width**0.5)
+
+    def extra_repr(self) -> str:
+        """Shows the variant."""
+        return f"{self.width}, center={self.center}, scale={self.scale}, eps={self.eps}"
+
+
+def build_norm(
+    norm: str,
+    width: int,
+    center: bool = True,
+    scale: Scale = "sqrt_n",
+    eps: float = 0.0,
+    sync: bool = False,
+    track_running_stats: bool = True,
+    momentum: float = 0.1,
+    validate: bool = True,
+) -> nn.Module:
+    """Builds a norm by name.
+
+    Args:
+        norm: `bn`, `bn_nocenter` (`bn` with `center=False`), `ln`, `torch_bn` (the framework's, with
+            affine parameters and eps 1e-5 unless `eps` is given) or `none`.
+        width: Number of features.
+        center: See `BatchNorm`.
+        scale: See `BatchNorm`.
+        eps: See `BatchNorm`.
+        sync: See `BatchNorm`; `ln` and `none` have nothing to synchronise.
+        track_running_stats: See `BatchNorm`.
+        momentum: See `BatchNorm`.
+        validate: See `BatchNorm`.
+
+    Raises:
+        ValueError: If the name is unknown, or `torch_bn` is asked to synchronise.
+    """
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
+    if norm == "none":
+        return nn.Identity()
+    if norm == "ln":
+        return SampleNorm(width, center, scale, eps)
+    if norm == "torch_bn":
+        if sync:
+            raise ValueError(
+                "sync_stats=True is for norm bn and bn_nocenter; torch_bn synchronises by "
+                "trainer.sync_batchnorm=true (GPUs only)"
+            )
+        return nn.BatchNorm1d(
+            width, eps=eps or 1e-5, momentum=momentum, track_running_stats=track_running_stats
+        )
+    return BatchNorm(
+        width, center and norm == "bn", scale, eps, sync, track_running_stats, momentum, validate
+    )
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Keeps every running statistic as it is, while training mode still uses the batch's own."""
+    ours = [m for m in module.modules() if isinstance(m, BatchNorm)]
+    theirs = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    before = [m.frozen for m in ours]
+    saved = [[b.clone() for b in m.buffers()] for m in theirs]
+    for norm in ours:
+        norm.frozen = True
+    try:
+        yield
+    finally:
+        for norm, frozen in zip(ours, before, strict=True):
+            norm.frozen = frozen
+        for other, buffers in zip(theirs, saved, strict=True):
+            for buffer, value in zip(other.buffers(), buffers, strict=True):
+                buffer.copy_(value)
