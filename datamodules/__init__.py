@@ -4,6 +4,8 @@ from lightning_modules.components.lazy import lazy_names
 
 # public name -> module that defines it
 PUBLIC_NAMES = {
+    "Images": "images",
+    "Interactions": "interactions",
     "SuiteDataModule": "base",
 }
 
