@@ -37,7 +37,13 @@ def wandb_mode() -> WandbMode:
 
 
 def default_loggers(
-    folder: Path, project: str = "iclr24", config: dict[str, Any] | None = None
+    folder: Path,
+    config: dict[str, Any] | None = None,
+    wandb: Literal["auto", "online", "offline", "none"] = "auto",
+    project: str = "iclr24",
+    entity: str | None = None,
+    group: str | None = None,
+    tags: list[str] | None = None,
 ) -> list[Logger]:
     """Build the CSV and the W&B logger of a run.
 
@@ -45,22 +51,34 @@ def default_loggers(
 
     Args:
         folder: The run's folder.
-        project: W&B project, unless `WANDB_PROJECT` names one.
         config: Plain values to store as the W&B run's configuration.
+        wandb: Whether W&B is online, offline or not used; `auto` is online if logged in.
+        project: W&B project, unless `WANDB_PROJECT` names one.
+        entity: W&B user or team.
+        group: W&B group, as for the seeds of one experiment.
+        tags: W&B tags.
     """
-    mode = wandb_mode()
+    folder.mkdir(parents=True, exist_ok=True)
+    loggers: list[Logger] = [CSVLogger(folder, name="", version="")]
+    mode = wandb_mode() if wandb == "auto" else wandb
+    if mode == "none":
+        return loggers
     if mode == "offline":
         rank_zero_info(
             f"W&B: offline, logging to {folder / 'wandb'}; "
             f"to upload: wandb login && wandb sync {folder}/wandb/offline-run-*"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    wandb_logger = WandbLogger(
-        save_dir=folder,
-        project=os.environ.get("WANDB_PROJECT", project),
-        # in a sweep the agent names the run; else the folder does
-        name=None if os.environ.get("WANDB_SWEEP_ID") else "/".join(folder.parts[-2:]),
-        mode=mode,
-        config=config,
+    loggers.append(
+        WandbLogger(
+            save_dir=folder,
+            project=os.environ.get("WANDB_PROJECT", project),
+            # in a sweep the agent names the run; else the folder does
+            name=None if os.environ.get("WANDB_SWEEP_ID") else "/".join(folder.parts[-2:]),
+            mode=mode,
+            config=config,
+            entity=entity,
+            group=group,
+            tags=tags,
+        )
     )
-    return [CSVLogger(folder, name="", version=""), wandb_logger]
+    return loggers

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_modules.errors import UserError, explain_arguments
 
-CONFIG_FLAGS = ("--config", "-c", "--model", "--data", "--trainer")
+CONFIG_FLAGS = ("--config", "-c", "--model", "--data", "--trainer", "--logger")
 CLASS_FLAGS = {
     "--model": "lightning_modules",
     "--data": "datamodules",
@@ -149,11 +149,14 @@ class SuiteCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Default callbacks, each with its own flags, whatever the user's list says."""
-        from callbacks import Checkpoint, EarlyStop, StepSeed
+        from callbacks import Checkpoint, EarlyStop, Figures, StepSeed
+        from callbacks.loggers import default_loggers
 
         parser.add_lightning_class_args(Checkpoint, "checkpoint")
         parser.add_lightning_class_args(EarlyStop, "early_stop")
+        parser.add_lightning_class_args(Figures, "figures")
         parser.add_lightning_class_args(StepSeed, "step_seed")
+        parser.add_function_arguments(default_loggers, "logger", skip={"folder", "config"})
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration alone: the user's flags beat what a checkpoint stored."""
@@ -178,7 +181,8 @@ class SuiteCLI(LightningCLI):
         folder = run_folder(_paper_of(self._get(self.config, "model")["class_path"]), config)
         kwargs["default_root_dir"] = str(folder)
         if config.get("logger") is None and not config.get("fast_dev_run"):
-            kwargs["logger"] = default_loggers(folder, config=self._plain_config())
+            settings = self._get(self.config_init, "logger")
+            kwargs["logger"] = default_loggers(folder, config=self._plain_config(), **settings)
         if config.get("plugins") is None and not _sharded(config.get("strategy")):
             kwargs["plugins"] = [AtomicCheckpointIO()]
         parser = self._parser(self.subcommand)
