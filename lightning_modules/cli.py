@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import itertools
 import logging
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lightning_modules.errors import UserError, explain_arguments
 
@@ -83,7 +84,8 @@ def expand_words(words: Sequence[str]) -> list[str]:
     if not any(word.split("=")[0] in {"--config", "-c"} for word in result):
         checkpoint = _value_of("--ckpt_path", result)
         if checkpoint and (config := _config_of_run(Path(checkpoint))):
-            result[1:1] = ["--config", str(config)]
+            # a run of its own: it must not write into the folder of the one it comes from
+            result[1:1] = ["--config", str(config), "--trainer.default_root_dir=null"]
     return result
 
 
@@ -179,6 +181,7 @@ class SuiteCLI(LightningCLI):
 
         config = self.config_init[self.subcommand]["trainer"]
         folder = run_folder(_paper_of(self._get(self.config, "model")["class_path"]), config)
+        _keep_previous(folder)
         kwargs["default_root_dir"] = str(folder)
         if config.get("logger") is None and not config.get("fast_dev_run"):
             settings = self._get(self.config_init, "logger")
@@ -253,6 +256,16 @@ def _quiet() -> Iterator[None]:
 def _sharded(strategy: Any) -> bool:
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     return name in {"fsdp", "fsdp_cpu_offload", "FSDPStrategy"} or "ModelParallel" in name
+
+
+@rank_zero_only
+def _keep_previous(folder: Path) -> None:
+    """Rename what an earlier run left in this folder and a new one would overwrite."""
+    for name in ("config.yaml", "metrics.csv"):
+        path = folder / name
+        if path.exists():
+            kept = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
+            path.rename(next(other for other in kept if not other.exists()))
 
 
 def run_folder(paper: str, trainer_config: Any) -> Path:

@@ -51,10 +51,14 @@ def papers_command(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="iclr24 papers", description="List the methods.")
     parser.add_argument("paper", nargs="*", help="only these")
     parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.add_argument("--markdown", action="store_true", help="print as a table for a README")
     arguments = parser.parse_args(list(words))
     chosen = select(arguments.paper)
     if arguments.json:
         print(json.dumps([asdict(card) for card in chosen], indent=2, ensure_ascii=False))
+        return 0
+    if arguments.markdown:
+        print(markdown_table(chosen))
         return 0
     for card in chosen:
         extra = f"\n  needs    pip install 'iclr24[{card.extra}]'" if card.extra else ""
@@ -64,6 +68,17 @@ def papers_command(words: Sequence[str]) -> int:
             f"  configs  {', '.join(card.configs)}\n"
         )
     return 0
+
+
+def markdown_table(chosen: Sequence[Card]) -> str:
+    """Table of methods with links to their pages, relative to the root of the repository."""
+    rows = ["| method | what it shows | data | config |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| [{card.title}](docs/{card.name}.md) | {card.claim} | {card.data} "
+        f"| `{card.name}/default.yaml` |"
+        for card in chosen
+    ]
+    return "\n".join(rows)
 
 
 def select(names: Sequence[str]) -> list[Card]:

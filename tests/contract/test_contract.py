@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from interrupt import Interrupted
+from interrupt import InterruptedRunError
 from offline_wandb import read_offline_run
 
 import configs
@@ -160,7 +160,7 @@ def test_resume_equals_an_uninterrupted_run(where: str, trained: Trained, tmp_pa
     after = batches if where == "end" else batches + batches // 2
     checkpoint = tmp_path / "stopped.ckpt"
     stop = callback("Interrupt", after=after, path=str(checkpoint))
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedRunError):
         run_cli(words(paper, "fit", tmp_path / "first", stop))
     cli = run_cli(words(paper, "fit", tmp_path / "second", f"--ckpt_path={checkpoint}"))
     assert_same(weights(cli.model), trained.weights)

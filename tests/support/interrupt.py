@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning.pytorch import Callback
 
 
-class Interrupted(Exception):
+class InterruptedRunError(Exception):
     """The run was stopped on purpose."""
 
 
@@ -23,7 +23,7 @@ class Interrupt(Callback):
         self.seen += 1
         if self.seen == self.after:
             trainer.save_checkpoint(self.path)
-            raise Interrupted
+            raise InterruptedRunError
 
 
 class Kill(Callback):

@@ -1,5 +1,6 @@
 """The smallest module and data that keep the contract, for tests of the shared parts."""
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ class Toy(PaperModule):
 
     monitor = "val/loss"
     mode = "min"
-    default_loss_weights = {"mse": 1.0}
+    default_loss_weights = MappingProxyType({"mse": 1.0})
 
     def __init__(self, width: int = 8, dropout: float = 0.0, **kwargs) -> None:
         super().__init__(**kwargs)
