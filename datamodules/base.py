@@ -120,6 +120,10 @@ OrderFactory = Callable[[int, int, int, int, int], Order]
 ORDERS: dict[str, OrderFactory | str] = {
     "shuffle": _shuffled,
     "sequential": _sequential,
+    "fixed_order": "datamodules.sampling:FixedOrder",
+    "poisson": "datamodules.sampling:PoissonOrder",
+    "cyclic_poisson": "datamodules.sampling:CyclicPoissonOrder",
+    "balls_in_bins": "datamodules.sampling:BallsInBinsOrder",
 }
 """Name of a sampling scheme → function of (size, batch_size, seed, rank, world_size), or the
 `module:function` where it is defined, imported when first used."""
