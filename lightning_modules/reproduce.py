@@ -213,9 +213,8 @@ def reproduce_command(words: Sequence[str]) -> int:
         (root / f"{card.name}.json").write_text(text, encoding="utf-8")
         results.append(result)
         for claim in result.lab.claims:
-            print(
-                f"  {'met ' if claim.met else 'MISS'}  {claim.name}: {claim.value:.4g} ({claim.bar})"
-            )
+            state = "met " if claim.met else "MISS"
+            print(f"  {state}  {claim.name}: {claim.value:.4g} ({claim.bar})")
         if result.error:
             print(f"  ERROR {result.error}")
         # written after each paper, so that nothing is lost by an interruption
