@@ -1,0 +1,294 @@
+"""One federated round for a block of clients: minibatch SGD of all of them at once.
+
+Clients are independent inside a round, so the loop over clients is bookkeeping. All rows that a
+client touches in the round are gathered into a padded block ``(clients, rows, width)`` and every
+local step is a handful of dense operations on it. Rows that a client never touches only feel weight
+decay; they are followed by one factor per client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_modules.fedrap.objective import (
+    Objective,
+    block_loss,
+    cross_entropy,
+    cross_entropy_slope,
+    regulariser_rows,
+)
+from lightning_modules.fedrap.schedule import Block
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How a client trains inside a round.
+
+    Args:
+        objective: What a step minimises.
+        lr_network: Step size of the user vector and bias.
+        lr_common: Step size of the client's copy of the common table.
+        lr_personal: Step size of the personal table.
+        decay_network: Coupled weight decay of vector and bias.
+        decay_common: Coupled weight decay of the common table.
+        decay_personal: Coupled weight decay of the personal table.
+        epochs: Most local epochs.
+        tolerance: A client stops when its running loss changes by a smaller share than this.
+        step_decay: Factor on all step sizes after every batch of the round.
+        trains_personal: Whether the personal table exists.
+        trains_common: Whether the common table is trained (otherwise it is left as it is).
+    """
+
+    objective: Objective = field(default_factory=Objective)
+    lr_network: float = 0.5
+    lr_common: float = 200.0
+    lr_personal: float = 200.0
+    decay_network: float = 1e-4
+    decay_common: float = 1e-4
+    decay_personal: float = 1e-4
+    epochs: int = 10
+    tolerance: float = 1e-4
+    step_decay: float = 0.95
+    trains_personal: bool = True
+    trains_common: bool = True
+
+
+class BlockResult(NamedTuple):
+    """What a block of clients knows after its local training.
+
+    ``personal`` and ``common`` are the final rows ``(clients, rows, width)``, ``vector``
+    ``(clients, width)``, ``bias``, ``loss`` (running mean of the round) ``(clients,)``,
+    ``epochs_run`` and ``steps`` ``(clients,)`` int64. An untouched entry ``x`` of the personal table
+    ended at ``personal_decay * x`` and one of the common table at
+    ``sign(x) * max(common_decay * |x| - common_shift, 0)``, all ``(clients,)``.
+    """
+
+    personal: Tensor
+    common: Tensor
+    vector: Tensor
+    bias: Tensor
+    loss: Tensor
+    epochs_run: Tensor
+    steps: Tensor
+    personal_decay: Tensor
+    common_decay: Tensor
+    common_shift: Tensor
+
+
+class _Gradients(NamedTuple):
+    loss: Tensor
+    personal: Tensor | None
+    common: Tensor | None
+    vector: Tensor
+    bias: Tensor
+
+
+def soft_threshold(values: Tensor, amount: Tensor | float) -> Tensor:
+    """Proximal map of ``amount * |x|``: shrink towards zero, exactly zero inside."""
+    return torch.sign(values) * (values.abs() - amount).clamp_min(0.0)
+
+
+def train_block(
+    block: Block,
+    personal: Tensor,
+    common: Tensor,
+    vector: Tensor,
+    bias: Tensor,
+    settings: LocalTraining,
+) -> BlockResult:
+    """Train all clients of a block for one round, each on its own copy.
+
+    Args:
+        block: Rows and batches, see `Block`.
+        personal: ``D_i`` at the block's rows ``(clients, rows, width)``; not changed.
+        common: ``C`` at the block's rows ``(clients, rows, width)``; not changed.
+        vector: ``u_i`` ``(clients, width)``.
+        bias: ``b_i`` ``(clients,)``.
+        settings: Step sizes, decay, epochs.
+
+    Returns:
+        The clients' state after the round; see `BlockResult`.
+    """
+    personal, common = personal.clone(), common.clone()
+    clients = len(vector)
+    running_loss, running_rows = vector.new_zeros(clients), vector.new_zeros(clients)
+    previous = vector.new_zeros(clients)
+    alive = torch.ones(clients, dtype=torch.bool, device=vector.device)
+    steps = torch.zeros(clients, dtype=torch.int64, device=vector.device)
+    epochs_run = torch.zeros_like(steps)
+    personal_decay, common_decay = torch.ones_like(previous), torch.ones_like(previous)
+    common_shift = torch.zeros_like(previous)
+    width = vector.shape[1]
+    step_sizes = vector.new_tensor(settings.step_decay).pow(
+        torch.arange(settings.epochs * block.slots_per_epoch + 1, device=vector.device)
+    )
+    for epoch in range(settings.epochs):
+        for weight, positive in block.batches(epoch, vector.dtype):
+            size = weight.sum(1)
+            active = alive & (size > 0)
+            step = step_sizes[steps] * active
+            loss, vector, bias = _step(
+                personal, common, vector, bias, weight, positive, block.mask, step, settings
+            )
+            if settings.objective.proximal and settings.objective.mu:
+                amount = step * settings.lr_common * settings.objective.mu
+                amount = amount / (size.clamp_min(1.0) * width)
+                common = soft_threshold(common, amount[:, None, None])
+                factor = 1 - step * (settings.lr_common * settings.decay_common)
+                common_shift = common_shift * factor + amount
+            personal_decay = personal_decay * (
+                1 - step * (settings.lr_personal * settings.decay_personal)
+            )
+            common_decay = common_decay * (1 - step * (settings.lr_common * settings.decay_common))
+            steps = steps + active
+            running_loss = running_loss + torch.where(active, loss * size, 0.0)
+            running_rows = running_rows + size * active
+        epochs_run = epochs_run + alive
+        current = running_loss / running_rows.clamp_min(1.0)
+        if epoch > 0:
+            converged = (current - previous).abs() / previous.abs() < settings.tolerance
+            alive = alive & ~converged
+            if not bool(alive.any()):
+                break
+        previous = current
+    return BlockResult(
+        personal,
+        common,
+        vector,
+        bias,
+        running_loss / running_rows.clamp_min(1.0),
+        epochs_run,
+        steps,
+        personal_decay,
+        common_decay,
+        common_shift,
+    )
+
+
+def _step(
+    personal: Tensor,
+    common: Tensor,
+    vector: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    positive: Tensor,
+    mask: Tensor,
+    step: Tensor,
+    settings: LocalTraining,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One SGD step of every client; changes the two tables in place.
+
+    Returns:
+        Loss before the step ``(clients,)``, new vector, new bias.
+    """
+    network = (step * settings.lr_network)[:, None]
+    if not settings.objective.closed_form:
+        grads = autograd_gradients(
+            personal, common, vector, bias, weight, positive, mask, settings.objective
+        )
+        if settings.trains_personal and grads.personal is not None:
+            rate = (step * settings.lr_personal)[:, None, None]
+            personal.sub_(rate * (grads.personal + settings.decay_personal * personal))
+        if settings.trains_common and grads.common is not None:
+            rate = (step * settings.lr_common)[:, None, None]
+            common.sub_(rate * (grads.common + settings.decay_common * common))
+        new_vector = vector - network * (grads.vector + settings.decay_network * vector)
+        new_bias = bias - network[:, 0] * (grads.bias + settings.decay_network * bias)
+        return grads.loss, new_vector, new_bias
+    return _closed_form_step(
+        personal, common, vector, bias, weight, positive, mask, step, network, settings
+    )
+
+
+def _closed_form_step(
+    personal: Tensor,
+    common: Tensor,
+    vector: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    positive: Tensor,
+    mask: Tensor,
+    step: Tensor,
+    network: Tensor,
+    settings: LocalTraining,
+) -> tuple[Tensor, Tensor, Tensor]:
+    objective, width = settings.objective, vector.shape[1]
+    size = weight.sum(1, keepdim=True).clamp_min(1.0)
+    view = personal + common if settings.trains_personal else common
+    logits = torch.bmm(view, vector[..., None])[..., 0] + bias[:, None]
+    loss = cross_entropy(logits, weight, positive, objective.saturating).sum(1) / size[:, 0]
+    slope = cross_entropy_slope(logits, weight, positive, objective.saturating) / size
+    vector_grad = torch.bmm(slope[:, None], view)[:, 0]
+    rows, count = regulariser_rows(weight, mask, objective)
+    scale = rows / (count * (width if objective.reduction == "mean" else 1))
+
+    apart = None
+    if objective.independence and settings.trains_personal and settings.trains_common:
+        apart = torch.sub(personal, common, out=view)
+        loss = loss - objective.independence * torch.bmm(scale[:, None], apart.square()).sum((1, 2))
+    if objective.mu and settings.trains_common:
+        size_of = common.abs() if objective.regulariser == "l1" else common.square()
+        loss = loss + objective.mu * torch.bmm(scale[:, None], size_of).sum((1, 2))
+
+    if settings.trains_common:
+        rate = step * settings.lr_common
+        keep = (1 - rate * settings.decay_common)[:, None]
+        sign = None
+        if objective.mu and objective.regulariser == "l2":
+            keep = keep - 2 * objective.mu * rate[:, None] * scale
+        elif objective.mu and not objective.proximal:
+            sign = torch.sign(common)
+        common.mul_(keep[..., None])
+        if sign is not None:
+            common.addcmul_(sign, (-objective.mu * rate[:, None] * scale)[..., None])
+        if apart is not None:
+            common.addcmul_(
+                apart, (-2 * objective.independence * rate[:, None] * scale)[..., None]
+            )
+        common.baddbmm_((-rate[:, None] * slope)[..., None], vector[:, None])
+    if settings.trains_personal:
+        rate = step * settings.lr_personal
+        personal.mul_((1 - rate * settings.decay_personal)[:, None, None])
+        if apart is not None:
+            personal.addcmul_(
+                apart, (2 * objective.independence * rate[:, None] * scale)[..., None]
+            )
+        personal.baddbmm_((-rate[:, None] * slope)[..., None], vector[:, None])
+    new_vector = vector - network * (vector_grad + settings.decay_network * vector)
+    new_bias = bias - network[:, 0] * (slope.sum(1) + settings.decay_network * bias)
+    return loss, new_vector, new_bias
+
+
+def autograd_gradients(
+    personal: Tensor,
+    common: Tensor,
+    vector: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    positive: Tensor,
+    mask: Tensor,
+    objective: Objective,
+) -> _Gradients:
+    """Loss and gradients of every client by autograd: any regulariser, any user objective."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(True) for x in (personal, common, vector, bias)]
+        loss = block_loss(*leaves, weight, positive, mask, objective)
+        if loss.shape != bias.shape:
+            raise ValueError(
+                f"objective: it must give one loss per client, shape {tuple(bias.shape)}; "
+                f"got {tuple(loss.shape)}"
+            )
+        value = loss.detach()
+        if objective.proximal and objective.custom is None and objective.mu:
+            smooth = Objective(**{**objective.__dict__, "regulariser": "none"})
+            loss = block_loss(*leaves, weight, positive, mask, smooth)
+        grads = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+    filled = [
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, grads, strict=True)
+    ]
+    return _Gradients(value, *filled)

@@ -1,0 +1,796 @@
+"""FedRAP: federated recommendation with additive personalisation."""
+
+import csv
+import importlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import MeanMetric
+
+from lightning_modules.base import PaperModule, global_seed
+from lightning_modules.components.closed_form import StepCounter, anchor
+from lightning_modules.components.randomness import generator_from
+from lightning_modules.fedrap import ranking
+from lightning_modules.fedrap.aggregation import ServerOptimizer
+from lightning_modules.fedrap.communication import Traffic
+from lightning_modules.fedrap.federation import MODES, Federating, Federation, RoundReport
+from lightning_modules.fedrap.local_training import LocalTraining
+from lightning_modules.fedrap.objective import (
+    REDUCTIONS,
+    REGULARISERS,
+    SCOPES,
+    ClientObjective,
+    Objective,
+)
+from lightning_modules.fedrap.personal_store import STORES, LazyPersonal
+from lightning_modules.fedrap.privacy import gaussian_epsilon, spent_epsilon
+from lightning_modules.fedrap.schedule import Samples, shuffled_order
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BY_CLIENT = ("federation.vector", "federation.bias", "federation.taken_part")
+_TABLE = "federation.personal.table"
+_LAZY = ("federation.personal.scale", "federation.personal.key", "federation.personal.value")
+
+
+class RoundBatch(Protocol):
+    """The fields of a training batch that are read: some clients with their samples."""
+
+    client: Tensor
+    offsets: Tensor
+    positive: Tensor
+    negative: Tensor
+
+
+class HeldOutBatch(Protocol):
+    """The fields of an evaluation batch that are read: some clients with a held-out item."""
+
+    client: Tensor
+    target: Tensor
+    negative: Tensor
+    offsets: Tensor
+    seen: Tensor
+
+
+class Recommendations(NamedTuple):
+    """Top-K lists: ``client`` ``(n,)``, ``item`` and ``score`` (logit) ``(n, top_k)``."""
+
+    client: Tensor
+    item: Tensor
+    score: Tensor
+
+
+class RecommenderModule(PaperModule):
+    """Evaluation and prediction of every recommender with one held-out item per client.
+
+    Logs, for validation and test, ``hr`` and ``ndcg`` with all items as candidates (but those that
+    the batch excludes), and ``hr_paper`` and ``ndcg_paper`` among the batch's sampled negatives.
+    Each is a mean over users; ties count against the held-out item.
+
+    A subclass implements `scores`.
+    """
+
+    monitor: ClassVar[str] = "val/hr"
+    mode: ClassVar[Literal["min", "max"]] = "max"
+
+    def configure_metrics(self, top_k: int) -> None:
+        """Create the metrics."""
+        self.top_k = top_k
+        names = ("hr", "ndcg", "hr_paper", "ndcg_paper")
+        self.metrics = nn.ModuleDict(
+            {f"{stage}_{name}": MeanMetric() for stage in ("val", "heldout", "test") for name in names}
+        )
+
+    def scores(self, client: Tensor) -> Tensor:
+        """Logits ``(clients, items)``."""
+        raise NotImplementedError
+
+    def _evaluate(self, batch: HeldOutBatch, stage: str, name: str) -> Tensor:
+        logits = self.scores(batch.client)
+        items = logits.shape[1]
+        candidates = items - int(batch.offsets.diff().max()) if len(batch.client) else items
+        if self.top_k >= candidates:
+            raise ValueError(
+                f"top_k={self.top_k} must be below the number of candidates, {candidates}"
+            )
+        excluded = ranking.excluded_mask(batch.offsets, batch.seen, items)
+        ranks = {"": ranking.rank_in_catalogue(logits, batch.target, excluded)}
+        if batch.negative.shape[1]:
+            if self.top_k >= batch.negative.shape[1] + 1:
+                raise ValueError(
+                    f"top_k={self.top_k} must be below the number of sampled candidates, "
+                    f"{batch.negative.shape[1] + 1}: raise eval_negatives or lower top_k"
+                )
+            ranks["_paper"] = ranking.rank_among(
+                logits.gather(1, batch.target[:, None])[:, 0], logits.gather(1, batch.negative)
+            )
+        for suffix, rank in ranks.items():
+            for metric, values in (
+                ("hr", ranking.hits(rank, self.top_k)),
+                ("ndcg", ranking.gains(rank, self.top_k)),
+            ):
+                key = f"{stage}_{metric}{suffix}"
+                self.metrics[key].update(values.float())  # type: ignore[operator]
+                self.log(
+                    f"{name}/{metric}{suffix}",
+                    self.metrics[key],  # type: ignore[arg-type]
+                    on_step=False,
+                    on_epoch=True,
+                    batch_size=len(batch.client),
+                    add_dataloader_idx=False,
+                )
+        return ranks[""]
+
+    def validation_step(
+        self, batch: HeldOutBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Rank the validation items; a second loader holds the test items (``val_on_test/``)."""
+        if dataloader_idx:
+            self._evaluate(batch, "heldout", "val_on_test")
+        else:
+            self._evaluate(batch, "val", "val")
+
+    def test_step(self, batch: HeldOutBatch, batch_idx: int) -> None:
+        """Rank the test items."""
+        self._test_ranks.append((batch.target.cpu(), self._evaluate(batch, "test", "test").cpu()))
+
+    def on_test_epoch_start(self) -> None:
+        """Start collecting ranks for the interval."""
+        self._test_ranks: list[tuple[Tensor, Tensor]] = []
+
+    def on_test_epoch_end(self) -> None:
+        """Bootstrap interval over users and hit rates of popular and rare targets."""
+        if self.trainer.world_size > 1 or not self._test_ranks:
+            return
+        target, rank = (torch.cat(parts) for parts in zip(*self._test_ranks, strict=True))
+        hit = ranking.hits(rank, self.top_k)
+        low, high = ranking.bootstrap_interval(hit)
+        values = {"test/hr_low": low, "test/hr_high": high}
+        counts = getattr(getattr(self.trainer, "datamodule", None), "item_counts", None)
+        if counts is not None:
+            of_target = torch.as_tensor(counts)[target]
+            rare = of_target <= of_target.median()
+            for name, part in (("rare", rare), ("popular", ~rare)):
+                if bool(part.any()):
+                    values[f"test/hr_{name}"] = float(hit[part].mean())
+        self.log_dict(values, batch_size=1)
+
+    def predict_step(self, batch: HeldOutBatch, batch_idx: int) -> Recommendations:
+        """Best ``top_k`` items of every client that are not excluded, with their logits."""
+        unknown = int((batch.client < 0).sum())
+        if unknown:
+            rank_zero_warn(
+                f"{unknown} user(s) without training data: they get the common table "
+                "with the mean user vector"
+            )
+        logits = self.scores(batch.client)
+        excluded = ranking.excluded_mask(batch.offsets, batch.seen, logits.shape[1])
+        if self.top_k >= logits.shape[1] - int(excluded.sum(1).max()):
+            raise ValueError(
+                f"top_k={self.top_k} must be below the number of candidates, "
+                f"{logits.shape[1] - int(excluded.sum(1).max())}"
+            )
+        best = logits.masked_fill(excluded, -math.inf).topk(self.top_k, dim=1)
+        return Recommendations(batch.client, best.indices, best.values)
+
+    def write_predictions(self, predictions: list[Any], folder: Path) -> list[Path]:
+        """Write ``recommendations.csv``: user, rank, item, score, with the data's own ids."""
+        data = getattr(self.trainer, "datamodule", None)
+        users, items = getattr(data, "user_ids", None), getattr(data, "item_ids", None)
+        asked = getattr(data, "predict_users", None)
+        path = folder / "recommendations.csv"
+        row = 0
+        with path.open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(("user", "rank", "item", "score"))
+            for part in predictions:
+                for client, best, score in zip(
+                    part.client.tolist(), part.item.tolist(), part.score.tolist(), strict=True
+                ):
+                    user = client if users is None else users[client]
+                    if client < 0:
+                        user = asked[row] if asked else "unknown"
+                    row += 1
+                    for place, (item, value) in enumerate(zip(best, score, strict=True), 1):
+                        name = item if items is None else items[item]
+                        writer.writerow((user, place, name, f"{value:.6g}"))
+        return [path]
+
+
+class FedRAP(RecommenderModule):
+    """Federated recommendation with additive personalisation (arXiv 2301.09109).
+
+    A user scores item ``j`` with ``<u_i, D_i[j] + C[j]> + b_i``. Only the common table ``C``
+    travels; the personal table ``D_i``, the vector ``u_i`` and the bias ``b_i`` stay with the
+    client. Every round the clients train all four by SGD on their own samples and the server
+    averages their copies of ``C``. The objective pushes ``D_i`` and ``C`` apart
+    (``loss_weights["independence"]``, lambda) and makes ``C`` sparse (``loss_weights["sparsity"]``,
+    mu); over the rounds both grow when a curriculum callback moves them.
+
+    One epoch is one round. The simulation trains all clients of a batch at once with gradients in
+    closed form and gives the numbers of a loop over the clients. Under several ranks every rank
+    holds the personal state of its own clients.
+
+    Args:
+        n_users: Number of clients; ``None`` asks the datamodule.
+        n_items: Number of items; ``None`` asks the datamodule.
+        width: Width ``k`` of the tables.
+        mode: ``additive`` (FedRAP), ``global_only``, ``local_only``, ``no_independence``,
+            ``no_sparsity``, ``central``, ``pfedrec`` or ``popularity``.
+        lr_network: Step size of user vector and bias.
+        lr_item: Step size of the common table, also of the personal one unless `lr_personal`.
+        lr_personal: Step size of the personal table.
+        weight_decay: Coupled weight decay of everything.
+        wd_personal: Coupled weight decay of the personal table, default `weight_decay`.
+        loss_weights: ``independence`` (lambda) and ``sparsity`` (mu), both at least 0.
+        regulariser: Of ``C``: ``l1``, ``l2``, ``nuc``, ``inf``, ``none``.
+        l1_mode: ``subgradient`` (never an exact zero), ``prox`` (clients soft-threshold their copy
+            after every step by ``lr mu / (B k)``), ``server_prox`` (the server does it).
+        regulariser_scope: ``batch`` rows or the whole ``table``.
+        regulariser_reduction: ``mean`` or ``sum`` over rows and width.
+        custom_objective: Replaces the objective: dotted path of a function as in
+            `ClientObjective`, or of a class of such objects built without arguments.
+        local_epochs: Most epochs of a client in a round.
+        local_batch_size: Largest batch of a client.
+        tolerance: A client stops early when its running loss changes by a smaller share.
+        step_decay: Factor on step sizes after every batch of a round.
+        round_decay: Factor on step sizes after every round.
+        curriculum_applies: ``False`` keeps the constructor's weights in every round, whatever a
+            curriculum callback sets (the released behaviour).
+        compat: Saturating cross-entropy of probabilities as released, instead of from logits.
+        server: ``mean``, ``weighted`` (by samples), ``fedadam``, ``median``.
+        server_lr: Step size of the server.
+        server_betas: Moment decays of FedAdam.
+        server_adaptivity: Added to the root of FedAdam's second moment.
+        dp_clip: Largest L2 norm of the change that a client uploads.
+        dp_noise: Standard deviation of Gaussian noise on its entries, over `dp_clip`.
+        dp_delta: Delta at which the spent epsilon is logged.
+        dp_trust: ``local``: the adversary sees single uploads; ``central``: only their sum.
+        common_std: Standard deviation of the first ``C``.
+        personal_std: Standard deviation of the first ``D``; 0 starts without a personal view.
+        store: ``dense``, or ``lazy`` to hold only touched rows of the personal tables.
+        zero_threshold: Entries of ``C`` up to this size count as zero.
+        block_rows: Rows trained at once; ``None`` chooses by device.
+        top_k: Length of the lists, K of HR@K and NDCG@K.
+        protocol: Which one chooses the best round: ``full`` ranks all items, ``sampled99`` as the
+            paper among sampled negatives. Both are always logged.
+        select_on: ``val``, or ``test`` only to reproduce selection on test data.
+
+    Raises:
+        ValueError: If an argument is out of range; in training if the loss of a client is not
+            finite.
+    """
+
+    default_loss_weights: ClassVar[Mapping[str, float]] = {"independence": 0.1, "sparsity": 0.1}
+
+    def __init__(
+        self,
+        n_users: int | None = None,
+        n_items: int | None = None,
+        width: int = 32,
+        mode: str = "additive",
+        lr_network: float = 0.5,
+        lr_item: float = 200.0,
+        lr_personal: float | None = None,
+        weight_decay: float = 1e-4,
+        wd_personal: float | None = None,
+        loss_weights: dict[str, float] | None = None,
+        regulariser: str = "l1",
+        l1_mode: Literal["subgradient", "prox", "server_prox"] = "subgradient",
+        regulariser_scope: str = "batch",
+        regulariser_reduction: str = "mean",
+        custom_objective: str | None = None,
+        local_epochs: int = 10,
+        local_batch_size: int = 2048,
+        tolerance: float = 1e-4,
+        step_decay: float = 0.95,
+        round_decay: float = 0.97,
+        curriculum_applies: bool = True,
+        compat: bool = False,
+        server: str = "mean",
+        server_lr: float = 1.0,
+        server_betas: tuple[float, float] = (0.9, 0.99),
+        server_adaptivity: float = 1e-3,
+        dp_clip: float | None = None,
+        dp_noise: float = 0.0,
+        dp_delta: float = 1e-5,
+        dp_trust: Literal["local", "central"] = "local",
+        common_std: float = 1.0,
+        personal_std: float = 1.0,
+        store: str = "dense",
+        zero_threshold: float = 1e-4,
+        block_rows: int | None = None,
+        top_k: int = 10,
+        protocol: Literal["full", "sampled99"] = "full",
+        select_on: Literal["val", "test"] = "val",
+    ) -> None:
+        super().__init__(loss_weights=loss_weights)
+        self.automatic_optimization = False
+        self.n_users, self.n_items, self.width = n_users, n_items, width
+        self.federation_mode = mode
+        self.maximum_weights = dict(self.loss_weights)
+        self.curriculum_applies = curriculum_applies
+        self.local_batch_size = local_batch_size
+        self.dp_noise, self.dp_delta, self.dp_trust = dp_noise, dp_delta, dp_trust
+        self.common_std, self.personal_std = common_std, personal_std
+        self.store = store
+        _check_choice("mode", mode, MODES)
+        _check_choice("regulariser", regulariser, REGULARISERS)
+        _check_choice("l1_mode", l1_mode, ("subgradient", "prox", "server_prox"))
+        _check_choice("regulariser_scope", regulariser_scope, SCOPES)
+        _check_choice("regulariser_reduction", regulariser_reduction, REDUCTIONS)
+        _check_choice("store", store, STORES)
+        _check_choice("dp_trust", dp_trust, ("local", "central"))
+        _check_choice("protocol", protocol, ("full", "sampled99"))
+        _check_choice("select_on", select_on, ("val", "test"))
+        for name, value in self.loss_weights.items():
+            _check_at_least(f"loss_weights.{name}", value, 0.0)
+        for name, number, least in (
+            ("n_users", n_users, 1),
+            ("n_items", n_items, 2),
+            ("width", width, 1),
+            ("local_epochs", local_epochs, 1),
+            ("local_batch_size", local_batch_size, 1),
+            ("top_k", top_k, 1),
+            ("block_rows", block_rows, 1),
+            ("lr_network", lr_network, 0.0),
+            ("lr_item", lr_item, 0.0),
+            ("lr_personal", lr_personal, 0.0),
+            ("weight_decay", weight_decay, 0.0),
+            ("wd_personal", wd_personal, 0.0),
+            ("tolerance", tolerance, 0.0),
+            ("dp_noise", dp_noise, 0.0),
+            ("common_std", common_std, 0.0),
+            ("personal_std", personal_std, 0.0),
+            ("zero_threshold", zero_threshold, 0.0),
+        ):
+            _check_at_least(name, number, least)
+        for name, number in (
+            ("step_decay", step_decay),
+            ("round_decay", round_decay),
+            ("server_lr", server_lr),
+            ("server_adaptivity", server_adaptivity),
+            ("dp_clip", dp_clip),
+        ):
+            if number is not None and not number > 0:
+                raise ValueError(f"{name} must be above 0, got {number}")
+        if not 0 < dp_delta < 1:
+            raise ValueError(f"dp_delta must be in (0, 1), got {dp_delta}")
+        if l1_mode != "subgradient" and regulariser != "l1":
+            raise ValueError(f"l1_mode='{l1_mode}' needs regulariser='l1', got '{regulariser}'")
+        if l1_mode == "prox" and lr_item * weight_decay >= 1:
+            raise ValueError(
+                f"l1_mode='prox' needs lr_item * weight_decay below 1, got {lr_item * weight_decay}"
+            )
+        lr_personal = lr_item if lr_personal is None else lr_personal
+        wd_personal = weight_decay if wd_personal is None else wd_personal
+        self.training_settings = LocalTraining(
+            Objective(
+                regulariser=regulariser,
+                scope=regulariser_scope,
+                reduction=regulariser_reduction,
+                saturating=compat,
+                proximal=l1_mode == "prox",
+                custom=None if custom_objective is None else _imported(custom_objective),
+            ),
+            lr_network=lr_network,
+            lr_common=lr_item,
+            lr_personal=lr_personal,
+            decay_network=weight_decay,
+            decay_common=weight_decay,
+            decay_personal=wd_personal,
+            epochs=local_epochs,
+            tolerance=tolerance,
+            step_decay=step_decay,
+        )
+        self.federating = Federating(
+            mode,
+            ServerOptimizer(server, server_lr, *server_betas, server_adaptivity),
+            l1_mode == "server_prox",
+            round_decay,
+            dp_clip,
+            dp_noise,
+            zero_threshold,
+            block_rows,
+        )
+        monitored = "hr" if protocol == "full" else "hr_paper"
+        # Set on the instance: which metric is watched is an argument here.
+        setattr(self, "monitor", f"{'val' if select_on == 'val' else 'val_on_test'}/{monitored}")  # noqa: B010
+        self.anchor = anchor()
+        self._counts_before: Tensor | None = None
+        self.round_traffic: Traffic | None = None
+        self.configure_metrics(top_k)
+        self.federation: Federation | None = None
+        if n_users is not None and n_items is not None:
+            self._build(0, 1)
+
+    # ------------------------------------------------------------------ state
+
+    def _build(self, rank: int, world_size: int) -> None:
+        """All clients start from one draw; it depends on the seed alone."""
+        assert self.n_users is not None
+        assert self.n_items is not None
+        draw = generator_from(global_seed(), "fedrap", "initial")
+        shape = (self.n_items, self.width)
+        bound = 1 / math.sqrt(self.width)
+        common = torch.randn(shape, generator=draw) * self.common_std
+        personal = torch.randn(shape, generator=draw) * self.personal_std
+        vector = (torch.rand(self.width, generator=draw) * 2 - 1) * bound
+        bias = (torch.rand(1, generator=draw) * 2 - 1) * bound
+        self.federation = Federation(
+            *(x.to(self.device) for x in (common, personal, vector, bias)),
+            self.n_users,
+            self.federating,
+            self.store,
+            rank,
+            world_size,
+        ).to(self.device)
+        # The clients' state differs between ranks and must not be broadcast.
+        names = [name for name, _ in self.named_buffers() if name.startswith("federation.")]
+        self._ddp_params_and_buffers_to_ignore = names
+
+    def setup(self, stage: str) -> None:
+        """Ask the datamodule for the sizes and take this rank's clients."""
+        data = getattr(self.trainer, "datamodule", None)
+        for name in ("n_users", "n_items"):
+            found = getattr(data, name, None)
+            if getattr(self, name) is None:
+                if not found:
+                    raise ValueError(f"{name} is not known: the datamodule has none, give {name}=")
+                self.set_hparam(name, found)
+            elif found and found != getattr(self, name):
+                raise ValueError(
+                    f"the model has {name}={getattr(self, name)}, the data have {found}: "
+                    "the checkpoint or argument belongs to other data"
+                )
+        self._place(self.trainer.global_rank, self.trainer.world_size)
+
+    def _place(self, rank: int, world_size: int) -> None:
+        """Hold the state of the clients of this rank, out of the state of all of them."""
+        old = self.federation
+        if old is not None and (old.rank, old.world_size) == (rank, world_size):
+            return
+        state = None if old is None else self._full_state()
+        self._build(rank, world_size)
+        if state is not None:
+            self._load_full(state)
+
+    def _full_state(self) -> dict[str, Tensor]:
+        """State with all clients, in their order; meaningful on rank 0 (collective)."""
+        assert self.federation is not None
+        federation = self.federation
+        if isinstance(federation.personal, LazyPersonal):
+            federation.personal.flush()
+        state = {f"federation.{k}": v for k, v in federation.state_dict().items()}
+        world = federation.world_size
+        if world == 1:
+            return state
+        for name in ("federation.round_rows", "federation.round_clients"):
+            state[name] = _sum_over_ranks(state[name])
+        state["federation.item_counts"] = self._all_item_counts()
+        for name in (*_BY_CLIENT, _TABLE, _LAZY[0]):
+            if name in state:
+                state[name] = _interleave(_to_first_rank(state[name]), world)
+        if _LAZY[1] in state:
+            key, value = _to_first_rank(state[_LAZY[1]]), _to_first_rank(state[_LAZY[2]])
+            items = len(federation.common)
+            clients = [(k // items) * world + r for r, k in enumerate(key)]
+            keys = torch.cat([c * items + k % items for c, k in zip(clients, key, strict=True)])
+            order = torch.argsort(keys)
+            state[_LAZY[1]], state[_LAZY[2]] = keys[order], torch.cat(value)[order]
+        return state
+
+    def _all_item_counts(self) -> Tensor:
+        """Counts of the finished rounds are equal on all ranks; those of this round are not."""
+        assert self.federation is not None
+        counts = self.federation.item_counts
+        if self._counts_before is None:
+            return counts
+        return self._counts_before + _sum_over_ranks(counts - self._counts_before)
+
+    def _own_part(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank holds of a state with all clients."""
+        assert self.federation is not None
+        rank, world = self.federation.rank, self.federation.world_size
+        part = dict(state)
+        for name in (*_BY_CLIENT, _TABLE, _LAZY[0]):
+            if name in part:
+                part[name] = part[name][rank::world].clone()
+        if _LAZY[1] in part:
+            items = len(self.federation.common)
+            key = part[_LAZY[1]]
+            mine = (key // items) % world == rank
+            key = key[mine]
+            part[_LAZY[1]] = (key // items) // world * items + key % items
+            part[_LAZY[2]] = part[_LAZY[2]][mine]
+        if rank:  # sums over ranks so far count once
+            for name in ("federation.round_rows", "federation.round_clients"):
+                part[name] = torch.zeros_like(part[name])
+        return part
+
+    def _load_full(self, state: Mapping[str, Tensor]) -> None:
+        assert self.federation is not None
+        part = self._own_part(state)
+        self._resize_lazy(part)
+        prefix = "federation."
+        self.federation.load_state_dict(
+            {k.removeprefix(prefix): v for k, v in part.items() if k.startswith(prefix)}
+        )
+
+    def _resize_lazy(self, state: Mapping[str, Tensor]) -> None:
+        """How many rows were touched is part of the state."""
+        assert self.federation is not None
+        store = self.federation.personal
+        if isinstance(store, LazyPersonal) and _LAZY[1] in state:
+            store.key = torch.zeros_like(state[_LAZY[1]], device=store.key.device)
+            store.value = torch.zeros_like(state[_LAZY[2]], device=store.value.device)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store all clients, whichever rank holds them."""
+        super().on_save_checkpoint(checkpoint)
+        if self.federation is None:
+            return
+        checkpoint["state_dict"].update(self._full_state())
+        if self.federation.uploads:
+            if self.federation.world_size > 1:
+                rank_zero_warn(
+                    "server='median': a checkpoint in the middle of a round keeps the uploads "
+                    "of rank 0 only"
+                )
+            checkpoint["fedrap_uploads"] = list(self.federation.stacked_uploads())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take this rank's clients."""
+        if self.federation is None:
+            return
+        state = checkpoint["state_dict"]
+        self._check_sizes(state)
+        part = self._own_part(state)
+        self._resize_lazy(part)
+        checkpoint["state_dict"] = part
+        if "fedrap_uploads" in checkpoint:
+            owner, item, rows = checkpoint["fedrap_uploads"]
+            self.federation.uploads = [(owner, item, rows)]
+
+    def _check_sizes(self, state: Mapping[str, Tensor]) -> None:
+        found = {
+            "n_items": state["federation.common"].shape[0],
+            "width": state["federation.common"].shape[1],
+            "n_users": state["federation.round_clients"].shape[0],
+        }
+        wrong = [
+            f"{name} is {size} in the checkpoint and {getattr(self, name)} here"
+            for name, size in found.items()
+            if size != getattr(self, name)
+        ]
+        if wrong:
+            raise ValueError(f"the checkpoint does not fit: {', '.join(wrong)}")
+        if ("federation.first_moment" in state) and state["federation.first_moment"].shape[0] != (
+            self.federation.first_moment.shape[0]  # type: ignore[union-attr]
+        ):
+            raise ValueError("the checkpoint does not fit: it was written with another server=")
+        lazy = _LAZY[0] in state
+        if (lazy or _TABLE in state) and lazy != (self.store == "lazy"):
+            raise ValueError(
+                f"the checkpoint does not fit: it was written with store="
+                f"'{'lazy' if lazy else 'dense'}', this is '{self.store}'"
+            )
+
+    # ------------------------------------------------------------------ training
+
+    def configure_optimizers(self) -> Optimizer:
+        """Steps are counted; the updates are in closed form."""
+        return StepCounter([self.anchor])
+
+    def on_train_start(self) -> None:
+        """Refuse what has no effect on closed-form updates."""
+        super().on_train_start()
+        assert self.federation is not None
+        self._counts_before = self.federation.item_counts.clone()
+        if self._penalties:
+            raise ValueError(
+                "penalties registered by a callback do not reach the clients: "
+                "use regulariser= of the model instead of the Regularization callback"
+            )
+
+    @torch.no_grad()
+    def training_step(self, batch: RoundBatch, batch_idx: int) -> None:
+        """Train some of the round's participants; after the last, average."""
+        assert self.federation is not None
+        federation = self.federation
+        if len(batch.client):
+            negatives = batch.negative.shape[1]
+            counts = batch.offsets.diff() * (1 + negatives)
+            position = torch.arange(len(batch.client), device=batch.client.device)
+            position = position.repeat_interleave(counts)
+            items = torch.cat([batch.positive[:, None], batch.negative], 1)
+            label = torch.zeros_like(items)
+            label[:, 0] = 1
+            order = shuffled_order(
+                position,
+                batch.client,
+                self.local_batch_size,
+                self.training_settings.epochs,
+                global_seed(),
+                int(federation.rounds),
+            )
+            samples = Samples(position, items.reshape(-1), label.reshape(-1))
+            federation.train_clients(batch.client, samples, order, self._local_training())
+        self.optimizers().step()  # type: ignore[union-attr]
+        if self.trainer.is_last_batch:
+            self._finish_round()
+
+    def _local_training(self) -> LocalTraining:
+        weights = self.loss_weights if self.curriculum_applies else self.maximum_weights
+        settings = self.training_settings
+        objective = Objective(
+            **{
+                **settings.objective.__dict__,
+                "independence": weights["independence"],
+                "sparsity": weights["sparsity"],
+            }
+        )
+        return LocalTraining(**{**settings.__dict__, "objective": objective})
+
+    def _finish_round(self) -> None:
+        assert self.federation is not None
+        federation = self.federation
+        noise = None
+        if self.dp_noise:
+            key = (global_seed(), "fedrap", "noise", int(federation.rounds))
+            noise = generator_from(*key, device=self.device)
+        several = federation.world_size > 1
+        federation.item_counts.copy_(
+            self._all_item_counts() if several else federation.item_counts
+        )
+        self._counts_before = federation.item_counts.clone()
+        report = federation.finish_round(
+            noise,
+            _sum_over_ranks if several else None,
+            _concatenate_over_ranks if several else None,
+        )
+        self.round_traffic = report.traffic
+        self._log_round(report)
+
+    def _log_round(self, report: RoundReport) -> None:
+        values = {
+            "train/loss": report.loss,
+            "train/clients": float(report.clients),
+            "train/epochs_run": report.epochs_run,
+            "train/sparsity": report.sparsity,
+        }
+        if self.dp_noise:
+            values["train/epsilon"] = self.epsilon()
+        finite = {name: value for name, value in values.items() if not math.isnan(value)}
+        self.log_dict(finite, on_step=False, on_epoch=True, batch_size=1)
+
+    def epsilon(self) -> float:
+        """Privacy spent so far at `dp_delta` under `dp_trust`; infinite without noise."""
+        assert self.federation is not None
+        rounds = int(self.federation.rounds)
+        if self.dp_trust == "local":
+            # Two neighbouring clients' clipped uploads lie up to twice the clip apart.
+            return gaussian_epsilon(self.dp_noise / 2, rounds, self.dp_delta)
+        data = getattr(self._trainer, "datamodule", None) if self._trainer else None
+        ratio = float(getattr(data, "clients_sample_ratio", 1.0))
+        sampling = str(getattr(data, "participation", "fixed"))
+        clients = max(1.0, (self.n_users or 1) * ratio)
+        multiplier = self.dp_noise * math.sqrt(clients)
+        return spent_epsilon(multiplier, ratio, rounds, self.dp_delta, sampling)
+
+    def on_fit_end(self) -> None:
+        """Leave a whole model on rank 0."""
+        if self.federation is not None and self.federation.world_size > 1:
+            state = self._full_state()
+            if self.global_rank == 0:
+                self._build(0, 1)
+                self._load_full(state)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def scores(self, client: Tensor) -> Tensor:
+        """Logits ``(clients, items)`` of clients of this rank."""
+        if self.federation is None:
+            raise ValueError("the model has no sizes yet: give n_users and n_items, or fit it")
+        return self.federation.scores(client)
+
+    def on_predict_start(self) -> None:
+        """Say which lists come from an untrained client."""
+        assert self.federation is not None
+        missing = int((~self.federation.taken_part).sum())
+        if missing and self.federation_mode != "popularity":
+            rank_zero_info(f"{missing} client(s) have never taken part: they score with C alone")
+
+    def figures(self) -> "dict[str, Figure]":
+        """Histogram of the entries of the common table, and norms of both views per item."""
+        from matplotlib.figure import Figure
+
+        if self.federation is None:
+            return {}
+        figure = Figure(figsize=(8, 3), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        common = self.federation.common.detach().cpu()
+        left.hist(common.flatten().numpy(), bins=80)
+        left.set(title="entries of the common table", xlabel="value", yscale="log")
+        right.scatter(
+            self.federation.item_counts.cpu().numpy() + 1, common.norm(dim=1).numpy(), s=4
+        )
+        right.set(title="norm by popularity", xlabel="times seen + 1", xscale="log")
+        return {"common_table": figure}
+
+
+def _imported(path: str) -> ClientObjective:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"custom_objective must be the dotted path of a function or class, got '{path}': {error}"
+        ) from error
+    objective: ClientObjective = found() if isinstance(found, type) else found
+    return objective
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got '{value}'")
+
+
+def _check_at_least(name: str, value: float | None, least: float) -> None:
+    if value is not None and not value >= least:
+        raise ValueError(f"{name} must be at least {least:g}, got {value}")
+
+
+def _sum_over_ranks(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def _lengths(tensor: Tensor) -> list[int]:
+    own = torch.tensor([len(tensor)], device=tensor.device)
+    parts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return [int(part) for part in parts]
+
+
+def _concatenate_over_ranks(tensor: Tensor) -> Tensor:
+    lengths = _lengths(tensor)
+    padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    parts = [torch.zeros_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def _to_first_rank(tensor: Tensor) -> list[Tensor]:
+    """Every rank's tensor on rank 0, one after the other; elsewhere only one's own."""
+    lengths = _lengths(tensor)
+    numeric = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    if dist.get_rank():
+        dist.send(numeric.contiguous(), 0)
+        return [tensor]
+    parts = [tensor]
+    for rank, length in enumerate(lengths[1:], 1):
+        part = numeric.new_zeros((length, *tensor.shape[1:]))
+        dist.recv(part, rank)
+        parts.append(part.to(tensor.dtype))
+    return parts
+
+
+def _interleave(parts: list[Tensor], world_size: int) -> Tensor:
+    """Clients ``r, r + world, ...`` of every rank in one order."""
+    if len(parts) < world_size:
+        return parts[0]
+    whole = parts[0].new_zeros((sum(map(len, parts)), *parts[0].shape[1:]))
+    for rank, part in enumerate(parts):
+        whole[rank::world_size] = part
+    return whole

@@ -1,0 +1,255 @@
+"""From a round's samples to padded blocks of clients, with the order of every local batch.
+
+A client's round is a list of samples (item, label), fed for several epochs in shuffled minibatches.
+Clients whose samples fit one batch feed the same batch in every epoch, so their order is immaterial
+and a sample repeated ``w`` times is a row of weight ``w``. Larger clients are shuffled by a hash of
+(seed, round, client, epoch, sample): the result depends neither on the block nor on the process in
+which a client is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
+_FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_SECOND = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def hash_words(*words: Tensor | int) -> Tensor:
+    """Mix integers into well-spread non-negative 63-bit integers (splitmix64, broadcasting)."""
+    state = torch.zeros((), dtype=torch.int64)
+    for word in words:
+        state = (state.to(word.device) if isinstance(word, Tensor) else state) + _GOLDEN
+        state = state ^ word
+        state = (state ^ _shift(state, 30)) * _FIRST
+        state = (state ^ _shift(state, 27)) * _SECOND
+        state = state ^ _shift(state, 31)
+    return state & 0x7FFFFFFFFFFFFFFF
+
+
+def _shift(word: Tensor, by: int) -> Tensor:
+    """Logical shift to the right."""
+    return (word >> by) & ((1 << (64 - by)) - 1)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a set of clients, flat.
+
+    Args:
+        client: Position of the client in the caller's list ``(samples,)`` int64.
+        item: Item ids ``(samples,)`` int64.
+        label: ``(samples,)`` 1 for observed, 0 for sampled negatives.
+    """
+
+    client: Tensor
+    item: Tensor
+    label: Tensor
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where every sample is fed: ``epoch``, ``slot`` (batch of the epoch) and ``sample`` index.
+
+    ``epoch`` is ``None`` if the same batches are fed in every epoch. All ``(entries,)`` int64.
+    """
+
+    epoch: Tensor | None
+    slot: Tensor
+    sample: Tensor
+
+
+def shuffled_order(
+    client: Tensor, identity: Tensor, batch_size: int, epochs: int, seed: int, round_index: int
+) -> Order:
+    """Split every client's samples into shuffled minibatches.
+
+    Args:
+        client: Position of every sample's client, ascending ``(samples,)``.
+        identity: Global number of each client by position ``(clients,)``.
+        batch_size: Largest batch.
+        epochs: Local epochs.
+        seed: Of the run.
+        round_index: Round, so that every round is shuffled anew.
+    """
+    counts = torch.bincount(client, minlength=len(identity))
+    every = torch.arange(len(client), device=client.device)
+    if not len(client) or int(counts.max()) <= batch_size:
+        return Order(None, torch.zeros_like(client), every)
+    starts = torch.cumsum(counts, 0) - counts
+    within = every - starts[client]
+    epoch_ids, slots, samples = [], [], []
+    for epoch in range(epochs):
+        key = hash_words(seed, round_index, epoch, identity[client], within)
+        by_key = torch.argsort(key)
+        order = by_key[torch.argsort(client[by_key], stable=True)]
+        epoch_ids.append(torch.full_like(client, epoch))
+        slots.append(within // batch_size)
+        samples.append(order)
+    return Order(torch.cat(epoch_ids), torch.cat(slots), torch.cat(samples))
+
+
+class Block:
+    """A padded block of clients and its batches.
+
+    Attributes:
+        client: Position of every client in the caller's list ``(clients,)`` int64.
+        item: Distinct item ids of every client, ascending, padded with 0 ``(clients, rows)``.
+        mask: Which rows exist ``(clients, rows)`` bool.
+        slots_per_epoch: Batches in an epoch of the client with the most.
+    """
+
+    def __init__(
+        self,
+        client: Tensor,
+        item: Tensor,
+        mask: Tensor,
+        slots_per_epoch: int,
+        entries: list[tuple[Tensor, Tensor, Tensor]],
+        repeats: bool,
+    ) -> None:
+        self.client, self.item, self.mask = client, item, mask
+        self.slots_per_epoch = slots_per_epoch
+        self._entries = entries
+        self._repeats = repeats
+        self._cache: list[tuple[Tensor, Tensor]] | None = None
+
+    def batches(self, epoch: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """Weight and positive weight ``(clients, rows)`` of every batch of an epoch."""
+        if self._repeats and self._cache is not None:
+            yield from self._cache
+            return
+        first = 0 if self._repeats else epoch * self.slots_per_epoch
+        built = []
+        for slot in range(first, min(first + self.slots_per_epoch, len(self._entries))):
+            where, weight, positive = self._entries[slot]
+            flat = torch.zeros((2, self.item.numel()), dtype=dtype, device=self.item.device)
+            flat[0, where] = weight.to(dtype)
+            flat[1, where] = positive.to(dtype)
+            pair = (flat[0].view(self.item.shape), flat[1].view(self.item.shape))
+            if self._repeats:
+                built.append(pair)
+            yield pair
+        if self._repeats:
+            self._cache = built
+
+
+def build_blocks(
+    samples: Samples,
+    order: Order,
+    clients: int,
+    items: int,
+    block_rows: int = 6144,
+    all_rows: bool = False,
+) -> list[Block]:
+    """Group clients of similar size into padded blocks.
+
+    Args:
+        samples: Flat samples.
+        order: How they are fed.
+        clients: Number of positions (clients without samples are left out).
+        items: Number of items.
+        block_rows: Rows of a block, chosen so that a block stays in the processor's cache. On an
+            accelerator take more.
+        all_rows: Every item is a row of every client (``scope: table``).
+    """
+    device = samples.item.device
+    if not len(samples.item):
+        return []
+    row_key, row_of_sample = torch.unique(
+        samples.client * items + samples.item, return_inverse=True
+    )
+    if all_rows:
+        taking_part = torch.unique(samples.client)
+        grid = torch.arange(items, device=device)
+        row_key = (taking_part[:, None] * items + grid).reshape(-1)
+        row_of_sample = torch.searchsorted(row_key, samples.client * items + samples.item)
+    row_client, row_item = row_key // items, row_key % items
+    counts = torch.bincount(row_client, minlength=clients)
+    starts = torch.cumsum(counts, 0) - counts
+    row_place = torch.arange(len(row_key), device=device) - starts[row_client]
+
+    # Entries: one per (epoch, slot, row), with its multiplicity and its number of positives.
+    slots_of_client = torch.zeros(clients, dtype=torch.int64, device=device)
+    entry_client = samples.client[order.sample]
+    slots_of_client.scatter_reduce_(0, entry_client, order.slot + 1, "amax")
+    epoch = torch.zeros_like(order.slot) if order.epoch is None else order.epoch
+    time = epoch * (int(order.slot.max()) + 1) + order.slot
+    entry_key, entry = torch.unique(
+        time * len(row_key) + row_of_sample[order.sample], return_inverse=True
+    )
+    label = samples.label[order.sample].to(torch.float64)
+    weight = torch.bincount(entry, minlength=len(entry_key)).to(torch.float64)
+    positive = torch.zeros_like(weight).index_add_(0, entry, label)
+    entry_row = entry_key % len(row_key)
+    entry_time = entry_key // len(row_key)
+    entry_slot = entry_time % (int(order.slot.max()) + 1)
+    entry_epoch = entry_time // (int(order.slot.max()) + 1)
+    epochs = 1 if order.epoch is None else int(order.epoch.max()) + 1
+
+    # Many batches first, then by size: neighbours in a block have the same shape.
+    present = torch.nonzero(counts)[:, 0]
+    present = present[torch.argsort(counts[present], descending=True, stable=True)]
+    present = present[torch.argsort(slots_of_client[present], descending=True, stable=True)]
+    blocks: list[Block] = []
+    edges = _edges(counts[present].tolist(), slots_of_client[present].tolist(), block_rows)
+    block_of_client = torch.full((clients,), -1, dtype=torch.int64, device=device)
+    place_of_client = torch.zeros(clients, dtype=torch.int64, device=device)
+    for number, (first, last) in enumerate(edges):
+        block_of_client[present[first:last]] = number
+        place_of_client[present[first:last]] = torch.arange(last - first, device=device)
+    rows_by_block = _group(block_of_client[row_client], len(edges))
+    entries_by_block = _group(block_of_client[row_client[entry_row]], len(edges))
+    for number, (first, last) in enumerate(edges):
+        members = present[first:last]
+        length = int(counts[members].max())
+        item = torch.zeros((last - first, length), dtype=torch.int64, device=device)
+        mask = torch.zeros((last - first, length), dtype=torch.bool, device=device)
+        mine = rows_by_block[number]
+        where = place_of_client[row_client[mine]], row_place[mine]
+        item[where] = row_item[mine]
+        mask[where] = True
+        depth = int(slots_of_client[members].max())
+        repeats = order.epoch is None or depth == 1
+        own = entries_by_block[number]
+        flat = place_of_client[row_client[entry_row[own]]] * length + row_place[entry_row[own]]
+        if repeats:
+            keep = entry_epoch[own] == 0
+            own, flat = own[keep], flat[keep]
+            when, moments = entry_slot[own], depth
+        else:
+            when, moments = entry_epoch[own] * depth + entry_slot[own], epochs * depth
+        entries = [
+            (flat[part], weight[own][part], positive[own][part]) for part in _group(when, moments)
+        ]
+        blocks.append(Block(members, item, mask, depth, entries, repeats))
+    return blocks
+
+
+def _group(number: Tensor, groups: int) -> list[Tensor]:
+    """Indices of every group, in their present order."""
+    if groups == 1:
+        return [torch.arange(len(number), device=number.device)]
+    order = torch.argsort(number, stable=True)
+    sizes = torch.bincount(number, minlength=groups)
+    return list(torch.split(order, sizes.tolist()))
+
+
+def _edges(rows: list[int], slots: list[int], block_rows: int) -> list[tuple[int, int]]:
+    """Cut a list of clients into blocks of at most ``block_rows`` padded rows."""
+    edges, first, widest = [], 0, 0
+    for place, (count, depth) in enumerate(zip(rows, slots, strict=True)):
+        grown = max(widest, count) * (place - first + 1)
+        # A block of single batches can replay them; mixing in a deeper client would prevent it.
+        if place > first and (grown > block_rows or (depth == 1) != (slots[first] == 1)):
+            edges.append((first, place))
+            first, widest = place, 0
+        widest = max(widest, count)
+    if rows:
+        edges.append((first, len(rows)))
+    return edges
