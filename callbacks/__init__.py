@@ -5,6 +5,7 @@ from lightning_modules.components.lazy import lazy_names
 # public name -> module that defines it
 PUBLIC_NAMES = {
     "Checkpoint": "checkpoint",
+    "CommunicationCost": "communication_cost",
     "Curriculum": "curriculum",
     "EarlyStop": "early_stop",
     "Figures": "figures",

@@ -4,6 +4,7 @@ from lightning_modules.components.lazy import lazy_names
 
 # public name -> the room (sub-package) that defines it
 PUBLIC_NAMES = {
+    "FedRAP": "fedrap",
     "PaperModule": "base",
 }
 
