@@ -4,6 +4,8 @@ from lightning_modules.components.lazy import lazy_names
 
 # public name -> the room (sub-package) that defines it
 PUBLIC_NAMES = {
+    "DPClassifier": "mmcc",
+    "BNGrad": "bngrad",
     "FedRAP": "fedrap",
     "PaperModule": "base",
 }
