@@ -11,7 +11,10 @@ PUBLIC_NAMES = {
     "Figures": "figures",
     "GradientNorms": "gradient_norms",
     "PredictionFiles": "predictions",
+    "PrivacyBudget": "privacy_budget",
+    "PrivateGradients": "private_gradients",
     "Regularization": "regularization",
+    "SignalPropagation": "signal_propagation",
     "StepSeed": "step_seed",
 }
 
