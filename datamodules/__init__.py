@@ -5,6 +5,7 @@ from lightning_modules.components.lazy import lazy_names
 # public name -> module that defines it
 PUBLIC_NAMES = {
     "Images": "images",
+    "IsometryInputs": "isometry_inputs",
     "Interactions": "interactions",
     "SuiteDataModule": "base",
 }
