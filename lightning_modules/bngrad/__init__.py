@@ -1,5 +1,6 @@
 """Batch-normalised networks of any depth without gradient explosion (arXiv 2310.02012)."""
 
+from lightning_modules.bngrad.module import BNGrad
 from lightning_modules.bngrad.network import Block, DeepBNMLP, Hidden, power_law_gains
 from lightning_modules.components.isometry import (
     expected_one_layer_gap,
@@ -9,6 +10,7 @@ from lightning_modules.components.isometry import (
 )
 
 __all__ = [
+    "BNGrad",
     "Block",
     "DeepBNMLP",
     "Hidden",

@@ -1,4 +1,4 @@
-"""The activations on offer, with what initialisation and activation shaping need to know of them."""
+"""The activations on offer, and what initialisation and shaping need to know of each."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ActivationSpec:
     Attributes:
         build: Constructor of the module.
         xavier_gain: Factor on the standard deviation of Xavier and Kaiming initialisation.
-        homogeneous: Whether act(a x) = a act(x) for a > 0, so that a gain has no effect under a norm
-            that follows.
+        homogeneous: Whether act(a x) = a act(x) for a > 0, so that a gain has no effect under a
+            norm that follows.
         shaped: Whether the module takes the gain as second argument instead of a scaled input.
     """
 

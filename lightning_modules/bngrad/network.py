@@ -110,10 +110,11 @@ class Block(nn.Module):
         # a plain number unless trained: exact in every precision
         self.gain: float | nn.Parameter = float(gain)
         if learnable_gain:
-            self.gain = nn.Parameter(torch.tensor(float(gain)))
+            self.gain = nn.Parameter(torch.full((1,), float(gain)))  # FSDP shards no scalars
 
     def _activate(self, h: Tensor) -> Tensor:
-        out: Tensor = self.activation(h, self.gain) if self.shaped else self.activation(self.gain * h)
+        arguments = (h, self.gain) if self.shaped else (self.gain * h,)
+        out: Tensor = self.activation(*arguments)
         return out
 
     def forward(self, x: Tensor) -> Tensor:
@@ -242,8 +243,8 @@ class DeepBNMLP(nn.Module):
         moved = any(gain != 1.0 for gain in gains)
         if spec.homogeneous and moved and norm != "none" and activation != "identity":
             warnings.warn(
-                f"gains have no effect with activation={activation!r}: act(a x) = a act(x), and the "
-                "norm removes the factor; use sin, tanh or shaped_relu, or gain_exponent=0",
+                f"gains have no effect with activation={activation!r}: act(a x) = a act(x), and "
+                "the norm removes the factor; use sin, tanh or shaped_relu, or gain_exponent=0",
                 stacklevel=2,
             )
         spread = eps if norm in ("bn", "bn_nocenter", "ln") else (eps or 1e-5)
@@ -251,8 +252,8 @@ class DeepBNMLP(nn.Module):
         if order == "norm_act" and norm != "none" and spread * depth > 0.5 * smallest**2:
             # each layer shrinks the signal by about 1 - eps / (2 a_l^2)
             warnings.warn(
-                f"eps={spread:g} is not small beside the squared gain {smallest**2:.1e} of the last "
-                f"of {depth} blocks, so the signal shrinks to nothing: use norm='bn' with eps at "
+                f"eps={spread:g} is not small beside the squared gain {smallest**2:.1e} of the "
+                f"last of {depth} blocks, so the signal shrinks to nothing: use norm='bn' with eps at "
                 "most 1e-12, a smaller gain_exponent or order='act_norm'",
                 stacklevel=2,
             )
@@ -267,7 +268,7 @@ class DeepBNMLP(nn.Module):
     @property
     def gains(self) -> Tensor:
         """Present gains `(depth,)`."""
-        return torch.stack([torch.as_tensor(block.gain) for block in self.blocks])
+        return torch.stack([torch.as_tensor(block.gain).reshape(()) for block in self.blocks])
 
     @property
     def gain_exponent(self) -> float:
@@ -364,8 +365,8 @@ class DeepBNMLP(nn.Module):
         if self.training and size * processes < self.width and not self._warned_batch:
             self._warned_batch = True
             warnings.warn(
-                f"batch of {size * processes} samples is smaller than width={self.width}: gradients "
-                "grow exponentially with depth; use at least as many samples per device as "
+                f"batch of {size * processes} samples is smaller than width={self.width}: "
+                "gradients grow exponentially with depth; use at least as many samples per device as "
                 "features, or sync_stats=True over several devices",
                 stacklevel=4,
             )

@@ -289,8 +289,8 @@ def build_norm(
     """Builds a norm by name.
 
     Args:
-        norm: `bn`, `bn_nocenter` (`bn` with `center=False`), `ln`, `torch_bn` (the framework's, with
-            affine parameters and eps 1e-5 unless `eps` is given) or `none`.
+        norm: `bn`, `bn_nocenter` (`bn` with `center=False`), `ln`, `torch_bn` (the framework's,
+            with affine parameters and eps 1e-5 unless `eps` is given) or `none`.
         width: Number of features.
         center: See `BatchNorm`.
         scale: See `BatchNorm`.

@@ -9,6 +9,7 @@ from scipy.special import digamma
 from torch import Tensor
 
 __all__ = [
+    "batched_isometry_gap",
     "expected_log_norm",
     "expected_one_layer_gap",
     "gap_of_singular_values",
@@ -24,22 +25,30 @@ def _as_double(x: Tensor) -> Tensor:
     return x.to(torch.float64)
 
 
-def gap_of_singular_values(singular_values: Tensor) -> Tensor:
-    """Isometry gap from all `n` singular values of a matrix with `n` rows.
+def _resolution(x: Tensor, computed_in: torch.dtype | None) -> float:
+    """Singular values below this share of the largest are rounding noise.
 
-    Values at rounding level of the largest count as zero.
+    Measured on normalised activations, the zero that centring builds in comes out below 1 eps of
+    the type they were computed in; the singular values themselves are good to n eps of float64.
+    """
+    dtype = computed_in or x.dtype
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return max(4 * eps, max(x.shape[-2:]) * torch.finfo(torch.float64).eps)
+
+
+def gap_of_singular_values(singular_values: Tensor, resolution: float) -> Tensor:
+    """Isometry gap from all `n` singular values of a matrix with `n` rows.
 
     Args:
         singular_values: float64 `(..., n)`, in descending order.
+        resolution: Values up to this share of the largest count as zero.
 
     Returns:
         float64 `(...)`; `inf` where a value is zero, NaN where one is NaN.
     """
-    n = singular_values.shape[-1]
     largest = singular_values[..., :1]
     # a common factor cancels; scaling by the largest keeps tiny matrices away from underflow
     s = singular_values / torch.where(largest > 0, largest, torch.ones_like(largest))
-    resolution = n * torch.finfo(s.dtype).eps
     s = torch.where(s <= resolution, torch.zeros_like(s), s)
     gap = s.square().mean(-1).log() - 2 * s.log().mean(-1)
     # both logarithms of an all-zero matrix are -inf: it is rank deficient all the same
@@ -47,7 +56,9 @@ def gap_of_singular_values(singular_values: Tensor) -> Tensor:
     return torch.where(gap < 0, torch.zeros_like(gap), gap)
 
 
-def isometry_gap(x: Tensor, dim_check: bool = True) -> Tensor:
+def isometry_gap(
+    x: Tensor, dim_check: bool = True, computed_in: torch.dtype | None = None
+) -> Tensor:
     """Isometry gap phi of the rows of a matrix, from float64 singular values.
 
         phi(X) = log( (1/n) sum_i mu_i ) - (1/n) sum_i log mu_i,   mu = eigenvalues of X X^T
@@ -59,6 +70,8 @@ def isometry_gap(x: Tensor, dim_check: bool = True) -> Tensor:
         x: `(..., n, d)`, any floating type; leading axes are a batch of matrices.
         dim_check: Whether more rows than columns, which are always dependent, are an error;
             otherwise their gap is `inf`.
+        computed_in: Type in which the entries were computed, default that of `x`; it decides what
+            is rounding noise.
 
     Returns:
         float64 `(...)`.
@@ -66,7 +79,7 @@ def isometry_gap(x: Tensor, dim_check: bool = True) -> Tensor:
     Raises:
         ValueError: If `n > d` and `dim_check`, or `x` has fewer than two axes.
     """
-    x = _as_double(x)
+    x, resolution = _as_double(x), _resolution(x, computed_in)
     n, d = x.shape[-2:]
     if n > d:
         if dim_check:
@@ -75,10 +88,43 @@ def isometry_gap(x: Tensor, dim_check: bool = True) -> Tensor:
                 f"take at most {d} rows, or nonzero_isometry_gap for the spread of the others"
             )
         return torch.full(x.shape[:-2], torch.inf, dtype=x.dtype, device=x.device)
-    return gap_of_singular_values(_singular_values(x))
+    return gap_of_singular_values(_singular_values(x), resolution)
 
 
-def nonzero_isometry_gap(x: Tensor, rank: int | None = None) -> Tensor:
+def batched_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> Tensor:
+    """Isometry gap of many matrices at a fraction of the cost of their singular values.
+
+    `det(X X^T) = prod_i r_ii^2` for the triangular factor of a QR decomposition of X^T, which is
+    as stable as the singular values and several times cheaper. Matrices whose factor looks nearly
+    singular go through `isometry_gap`. Not differentiable; more rows than columns give `inf`.
+
+    Args:
+        x: `(..., n, d)`.
+        computed_in: See `isometry_gap`.
+
+    Returns:
+        float64 `(...)`.
+    """
+    computed_in = computed_in or x.dtype
+    # a smallest entry of R this far above the resolution leaves no doubt about the rank
+    threshold = 1e3 * max(x.shape[-2:]) ** 0.5 * _resolution(x, computed_in)
+    x = _as_double(x.detach())
+    n, d = x.shape[-2:]
+    if n > d:
+        return isometry_gap(x, dim_check=False, computed_in=computed_in)
+    matrices = x.reshape(-1, n, d)
+    scale = matrices.abs().amax((-2, -1), keepdim=True)
+    scaled = matrices / torch.where(scale > 0, scale, torch.ones_like(scale))
+    diagonal = torch.linalg.qr(scaled.mT, mode="r").R.diagonal(dim1=-2, dim2=-1).abs()
+    gap = (scaled.square().sum((-2, -1)) / n).log() - 2 * diagonal.log().mean(-1)
+    gap = gap.clamp_min(0.0)
+    sure = diagonal.amin(-1) > threshold * diagonal.amax(-1)  # False for NaN as well
+    if not bool(sure.all()):
+        gap[~sure] = isometry_gap(matrices[~sure], computed_in=computed_in)
+    return gap.reshape(x.shape[:-2])
+
+
+def nonzero_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> Tensor:
     """Spread of the non-zero part of the spectrum, defined for any shape and rank.
 
     The formula of `isometry_gap` over the non-zero eigenvalues alone. It is *not* the isometry
@@ -87,25 +133,16 @@ def nonzero_isometry_gap(x: Tensor, rank: int | None = None) -> Tensor:
 
     Args:
         x: `(..., n, d)`.
-        rank: Number of leading singular values to use; `None` uses those above rounding level.
+        computed_in: See `isometry_gap`.
 
     Returns:
         float64 `(...)`; NaN for a matrix of zeros.
     """
     s = _singular_values(_as_double(x))
-    if rank is not None:
-        s = s[..., :rank]
-    largest = s[..., :1]
-    floor = max(x.shape[-2:]) * torch.finfo(_measured_dtype(x)).eps * largest
-    kept = (s > floor).to(s.dtype)
+    kept = (s > _resolution(x, computed_in) * s[..., :1]).to(s.dtype)
     count = kept.sum(-1)
     logs = torch.where(kept > 0, s, torch.ones_like(s)).log()
     return ((s.square() * kept).sum(-1) / count).log() - 2 * logs.sum(-1) / count
-
-
-def _measured_dtype(x: Tensor) -> torch.dtype:
-    """Type in which the entries were computed: its rounding is the noise of zero eigenvalues."""
-    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _singular_values(x: Tensor) -> Tensor:
@@ -170,7 +207,7 @@ def expected_log_norm(eigenvalues: Tensor) -> Tensor:
     return integral - (digamma(d / 2) + math.log(2)) + mean[..., 0].log()
 
 
-def expected_one_layer_gap(x: Tensor) -> Tensor:
+def expected_one_layer_gap(x: Tensor, computed_in: torch.dtype | None = None) -> Tensor:
     """Exact mean isometry gap behind one random layer: Haar-orthogonal map, then row-wise norm.
 
         E phi(out) = phi(in) + E log(sum_i lam_i w_i^2),   w uniform on the sphere
@@ -180,6 +217,7 @@ def expected_one_layer_gap(x: Tensor) -> Tensor:
 
     Args:
         x: `(..., d, d)` input of the layer.
+        computed_in: See `isometry_gap`.
 
     Returns:
         float64 `(...)`; `inf` where X is singular.
@@ -187,7 +225,7 @@ def expected_one_layer_gap(x: Tensor) -> Tensor:
     Raises:
         ValueError: If X is not square.
     """
-    x = _as_double(x)
+    x, resolution = _as_double(x), _resolution(x, computed_in)
     n, d = x.shape[-2:]
     if n != d:
         raise ValueError(f"the exact mean gap needs as many rows as features, got n={n}, d={d}")
@@ -197,4 +235,4 @@ def expected_one_layer_gap(x: Tensor) -> Tensor:
     mu = s.square()
     mean = mu.mean(-1, keepdim=True)
     lam = mu / torch.where(mean > 0, mean, torch.ones_like(mean))
-    return gap_of_singular_values(s) + expected_log_norm(lam)
+    return gap_of_singular_values(s, resolution) + expected_log_norm(lam)
