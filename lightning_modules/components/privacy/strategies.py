@@ -7,6 +7,7 @@ computed from the coefficients really in use.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -103,9 +104,7 @@ class Strategy(ABC):
     def describe(self) -> str:
         """Name and arguments, equal for equal strategies; kept in checkpoints."""
         arguments = ", ".join(
-            f"{k}={v.tolist() if isinstance(v, np.ndarray) else v!r}"
-            for k, v in sorted(vars(self).items())
-            if not k.startswith("_")
+            f"{k}={_brief(v)}" for k, v in sorted(vars(self).items()) if not k.startswith("_")
         )
         return f"{type(self).__name__}({arguments})"
 
@@ -434,6 +433,14 @@ def matrix_correlator(matrix: ArrayLike) -> Correlator:
             band[s:, s] = np.diag(c, -s)
         return BandedCorrelator(n, band)
     return DenseCorrelator(solve_triangular(c, np.eye(n), lower=True))
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        if value.size <= 32:
+            return repr(value.tolist())
+        return f"array{value.shape}:{hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
+    return repr(value)
 
 
 def _check_dense(n: int) -> None:

@@ -1,0 +1,190 @@
+"""The parts of a private step that do not depend on the budget: checks, clipping, writing back."""
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_modules.components.privacy.clipping import ClippedSum, batch_size, clipped_sum
+from lightning_modules.components.privacy.ghost import (
+    GhostClipper,
+    mixing_layers,
+    unsupported_layers,
+)
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse what would break the guarantee without a sign.
+
+    Raises:
+        MisconfigurationException: names the setting and the fix.
+    """
+    if trainer.gradient_clip_val:
+        raise MisconfigurationException(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip the noisy sum: "
+            "remove it, PrivateGradients.clip_norm bounds every example"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} joins batches that "
+            "were sampled separately: set it to 1 and raise data.batch_size; chunk_size bounds "
+            "the memory"
+        )
+    if trainer.precision in ("16-mixed", "16-true", "bf16-true", "transformer-engine"):
+        raise MisconfigurationException(
+            f"trainer.precision={trainer.precision} rescales or rounds gradients: use 32-true or "
+            "bf16-mixed"
+        )
+
+
+def check_module(module: LightningModule) -> None:
+    """Refuse layers that mix examples.
+
+    Raises:
+        MisconfigurationException: names the layer and the fix.
+    """
+    mixing = mixing_layers(module)
+    if mixing:
+        raise MisconfigurationException(
+            f"layer {mixing[0]} normalises over the batch, so one example changes the gradients of "
+            "all others: replace batch normalisation by nn.GroupNorm or nn.LayerNorm"
+        )
+
+
+class Clipper:
+    """Finds the sum of clipped per-example gradients of one batch.
+
+    Args:
+        module: the module in training.
+        names: its parameters that the optimiser moves.
+        clipping: "ghost", "vmap" or "auto".
+        clip_norm: bound on every example's gradient.
+        loss_reduction: how ``training_step`` reduces over the local batch.
+        chunk_size: examples at once for vmap.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        names: list[str],
+        clipping: Literal["auto", "ghost", "vmap"],
+        clip_norm: float,
+        loss_reduction: Literal["mean", "sum"],
+        chunk_size: int | None,
+    ) -> None:
+        self.module, self.names = module, names
+        self.clip_norm, self.loss_reduction, self.chunk_size = clip_norm, loss_reduction, chunk_size
+        missing = unsupported_layers(module)
+        if clipping == "ghost" and missing:
+            raise MisconfigurationException(
+                f"ghost clipping has no rule for {', '.join(missing)}: set clipping=vmap"
+            )
+        self.ghost = None if clipping == "vmap" or missing else GhostClipper(module, names)
+        self._checked = False
+
+    def start(self) -> None:
+        """A new batch begins."""
+        if self.ghost is not None:
+            self.ghost.start()
+
+    def close(self) -> None:
+        """Take the hooks off the module."""
+        if self.ghost is not None:
+            self.ghost.close()
+
+    def clip(self, batch: Any, trainer: Trainer) -> ClippedSum:
+        """Clipped sum of this rank's batch."""
+        count = batch_size(batch)
+        with torch.no_grad():
+            if self.ghost is None:
+                return self._by_vmap(batch, trainer)
+            scale = float(count) if self.loss_reduction == "mean" else 1.0
+            if not self._checked and count:
+                self._check_complete(count, scale, trainer)
+            return self.ghost.clipped_sum(count, self.clip_norm, scale)
+
+    def _by_vmap(self, batch: Any, trainer: Trainer) -> ClippedSum:
+        losses = getattr(self.module, "example_losses", None)
+        if losses is not None:
+            return self._clipped(losses, batch)
+        names = ("log", "log_dict")
+        kept = {name: self.module.__dict__.get(name) for name in names}
+        try:
+            # Numbers under vmap have no value that could be logged.
+            for name in names:
+                object.__setattr__(self.module, name, _ignore)
+            return self._clipped(self._one_loss, batch)
+        finally:
+            for name, value in kept.items():
+                if value is None:
+                    object.__delattr__(self.module, name)
+                else:
+                    object.__setattr__(self.module, name, value)
+
+    def _clipped(self, losses: Any, batch: Any) -> ClippedSum:
+        with torch.enable_grad():
+            return clipped_sum(
+                self.module, losses, batch, self.clip_norm, self.names, self.chunk_size
+            )
+
+    def _one_loss(self, batch: Any) -> Tensor:
+        output = self.module.training_step(batch, 0)
+        loss = output["loss"] if isinstance(output, dict) else output
+        assert isinstance(loss, Tensor)
+        return loss.reshape(1)
+
+    def _check_complete(self, count: int, scale: float, trainer: Trainer) -> None:
+        """The layers' gradients must add up to autograd's, or something escaped the clipping."""
+        assert self.ghost is not None
+        if trainer.world_size > 1:
+            self._checked = True  # .grad is the mean over ranks by now
+            return
+        uses = list(self.ghost._uses)
+        found = self.ghost.clipped_sum(count, float("inf"), scale).gradients
+        self.ghost._uses.extend(uses)
+        parameters = dict(self.module.named_parameters())
+        for name in self.names:
+            given = parameters[name].grad
+            ours = found[name] / scale
+            theirs = torch.zeros_like(ours) if given is None else given.float()
+            gap = (ours - theirs).norm()
+            if torch.isfinite(gap) and gap > 1e-2 * theirs.norm() + 1e-5:
+                raise MisconfigurationException(
+                    f"the gradient of {name} does not come from its layer alone (penalty on "
+                    "weights, functional use, or a loss that is not the "
+                    f"{self.loss_reduction} over examples): use clipping=vmap, or set "
+                    "loss_reduction"
+                )
+        self._checked = True
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def flatten(clipped: ClippedSum, names: list[str]) -> Tensor:
+    """All gradients in order of names, then examples, clipped and non-finite counts; float32."""
+    parts = [clipped.gradients[name].flatten() for name in names]
+    device = parts[0].device
+    counts = torch.stack(
+        [torch.tensor(float(clipped.count), device=device), clipped.clipped.float(),
+         clipped.nonfinite.float()]
+    )
+    return torch.cat([*parts, counts])
+
+
+def write_gradients(vector: Tensor, parameters: dict[str, Tensor]) -> None:
+    """Cut the vector into the parameters' gradients, sharded like the parameters."""
+    place = 0
+    for parameter in parameters.values():
+        whole = vector[place : place + parameter.numel()].view(parameter.shape)
+        place += parameter.numel()
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            from torch.distributed.tensor import distribute_tensor
+
+            whole = distribute_tensor(whole, mesh, parameter.placements)  # type: ignore[attr-defined]
+        gradient = whole.to(parameter.dtype)
+        parameter.grad = gradient if mesh is not None else gradient.clone()

@@ -1,0 +1,88 @@
+"""Logs the privacy spent while training, and can stop before a budget is exceeded."""
+
+import math
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+__all__ = ["PrivacyBudget", "SpendsPrivacy"]
+
+
+@runtime_checkable
+class SpendsPrivacy(Protocol):
+    """A callback or module that knows what was spent so far."""
+
+    def privacy_spent(self, ahead: int = 0) -> Any:
+        """Object with ``epsilon``, ``delta``, ``step`` and planned ``steps``.
+
+        With ``ahead`` the value after so many further steps.
+        """
+        ...
+
+
+class PrivacyBudget(Callback):
+    """Logs ``privacy/epsilon`` (at fixed delta) as training goes on; only watches.
+
+    The value at step t is the guarantee of the first t steps of the planned run.
+
+    Args:
+        points: how often in the planned run epsilon is computed, besides every validation.
+        stop_at: stop as long as epsilon is at most this value: when the steps up to the next
+            computation would exceed it. ``None`` never stops.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, points: int = 20, stop_at: float | None = None) -> None:
+        super().__init__()
+        if points < 1:
+            raise ValueError(f"points must be at least 1, got {points}")
+        if stop_at is not None and not stop_at > 0:
+            raise ValueError(f"stop_at must be positive, got {stop_at}")
+        self.points, self.stop_at = points, stop_at
+
+    def _source(self, trainer: Trainer) -> SpendsPrivacy:
+        for candidate in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
+            if candidate is not self and isinstance(candidate, SpendsPrivacy):
+                return candidate
+        raise MisconfigurationException(
+            "PrivacyBudget found nothing that spends privacy: add callbacks.PrivateGradients to "
+            "trainer.callbacks"
+        )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fail early if there is nothing to watch."""
+        self._source(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log at evenly spaced steps, the last one included."""
+        step = trainer.global_step
+        steps = int(trainer.estimated_stepping_batches)
+        every = max(1, math.ceil(steps / self.points))
+        if step % every and step != steps and not trainer.is_last_batch:
+            return
+        source = self._source(trainer)
+        spent = source.privacy_spent()
+        pl_module.log("privacy/epsilon", spent.epsilon, on_step=True, on_epoch=False, batch_size=1)
+        if self.stop_at is None or spent.step >= spent.steps:
+            return
+        following = source.privacy_spent(ahead=every).epsilon
+        if following > self.stop_at:
+            rank_zero_info(
+                f"stopped at step {spent.step} with epsilon {spent.epsilon:.4g}: {every} more "
+                f"steps would make it {following:.4g}, above stop_at={self.stop_at:g}"
+            )
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what the run cost."""
+        spent = self._source(trainer).privacy_spent()
+        rank_zero_info(
+            f"privacy spent: epsilon {spent.epsilon:.4g} at delta {spent.delta:.3g} after "
+            f"{spent.step} of {spent.steps} steps"
+        )
