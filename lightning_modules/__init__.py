@@ -7,6 +7,7 @@ PUBLIC_NAMES = {
     "DPClassifier": "mmcc",
     "BNGrad": "bngrad",
     "FedRAP": "fedrap",
+    "EpsilonScaling": "epsilon_scaling",
     "PaperModule": "base",
 }
 

@@ -61,11 +61,15 @@ def test_bound_gradient_does_not_reach_the_noise_half(networks, draw):
     output = networks[6](draw(1, (4, 3, 8, 8)), torch.tensor([0, 3, 500, 999])).detach()
     output.requires_grad_(True)
     terms = training_loss(
-        diffusion, lambda x, t: output, draw(2, (4, 3, 8, 8)).clamp(-1, 1),
-        torch.tensor([0, 3, 500, 999]), draw(3, (4, 3, 8, 8)),
+        diffusion,
+        lambda x, t: output,
+        draw(2, (4, 3, 8, 8)).clamp(-1, 1),
+        torch.tensor([0, 3, 500, 999]),
+        draw(3, (4, 3, 8, 8)),
     )
     (gradient,) = torch.autograd.grad(terms.parts["vb"].sum(), output)
-    assert (gradient[:, :3] == 0).all() and (gradient[:, 3:] != 0).any()
+    assert (gradient[:, :3] == 0).all()
+    assert (gradient[:, 3:] != 0).any()
 
 
 def test_rescaled_mse_equals_mse_at_1000_steps(networks, draw):
@@ -82,12 +86,16 @@ def test_rescaled_mse_equals_mse_at_1000_steps(networks, draw):
 
 def test_learned_variance_lies_between_its_bounds(draw):
     diffusion = GaussianDiffusion.from_name("cosine", variance="learned_range")
-    x, t = draw(1, (64, 3, 2, 2)), torch.randint(1000, (64,), generator=torch.Generator().manual_seed(0))
+    x, t = (
+        draw(1, (64, 3, 2, 2)),
+        torch.randint(1000, (64,), generator=torch.Generator().manual_seed(0)),
+    )
     fraction = torch.rand(64, 3, 2, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1
     got = diffusion.log_variance(fraction, x, t)
     low = diffusion.gather("posterior_log_variance_clipped", t, x)
     high = diffusion.gather("log_betas", t, x)
-    assert (got >= low - 1e-4).all() and (got <= high + 1e-4).all()
+    assert (got >= low - 1e-4).all()
+    assert (got <= high + 1e-4).all()
     torch.testing.assert_close(diffusion.log_variance(torch.ones_like(x), x, t), high.expand_as(x))
 
 
@@ -102,8 +110,11 @@ def test_variational_bound(reference, networks):
     diffusion = GaussianDiffusion.from_name("cosine", respacing="10", variance="learned_range")
     got = variational_bound(diffusion, networks[6], x0, noise)
     for name, value in {
-        "total_bpd": got.total, "prior_bpd": got.prior, "vb": got.vb,
-        "xstart_mse": got.x0_mse, "mse": got.mse,
+        "total_bpd": got.total,
+        "prior_bpd": got.prior,
+        "vb": got.vb,
+        "xstart_mse": got.x0_mse,
+        "mse": got.mse,
     }.items():
         wanted = want[f"vlb10/{name}"]
         np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
@@ -112,9 +123,13 @@ def test_variational_bound(reference, networks):
 def test_discretised_likelihood_sums_to_one():
     grid = torch.arange(256) / 127.5 - 1
     for mean, log_scale in ((0.1, -2.0), (-0.9, -1.0), (0.98, -3.0)):
-        total = discretized_gaussian_log_likelihood(
-            grid.double(), torch.tensor(mean).double(), torch.tensor(log_scale).double()
-        ).exp().sum()
+        total = (
+            discretized_gaussian_log_likelihood(
+                grid.double(), torch.tensor(mean).double(), torch.tensor(log_scale).double()
+            )
+            .exp()
+            .sum()
+        )
         assert float(total) == pytest.approx(1.0, abs=1e-6)
 
 
@@ -140,7 +155,9 @@ def test_input_perturbation_changes_the_input_alone(draw):
         seen.append(x)
         return noise
 
-    loss = training_loss(diffusion, model, x0, t, noise, input_perturbation=0.1, perturbation_noise=extra)
+    loss = training_loss(
+        diffusion, model, x0, t, noise, input_perturbation=0.1, perturbation_noise=extra
+    )
     assert loss.loss.max() == 0
     torch.testing.assert_close(seen[0], diffusion.q_sample(x0, t, noise + 0.1 * extra))
     with pytest.raises(ValueError, match="perturbation_noise"):
@@ -160,6 +177,4 @@ def test_min_snr_weight():
     signal = diffusion.tables["alphas_cumprod"]
     t = torch.tensor([0, 500, 999])
     snr = signal[t] / (1 - signal[t])
-    torch.testing.assert_close(
-        min_snr_weight(diffusion, t), (snr.clamp(max=5) / snr).float()
-    )
+    torch.testing.assert_close(min_snr_weight(diffusion, t), (snr.clamp(max=5) / snr).float())

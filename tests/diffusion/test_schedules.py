@@ -36,9 +36,7 @@ def test_tables(reference, schedule):
     for table in TABLES:
         got = diffusion.tables[table].numpy()[index]
         np.testing.assert_allclose(got, want[f"{schedule}/{table}"], rtol=1e-12, atol=1e-15)
-    np.testing.assert_allclose(
-        diffusion.betas.sum(), want[f"{schedule}/sum_betas"], rtol=1e-12
-    )
+    np.testing.assert_allclose(diffusion.betas.sum(), want[f"{schedule}/sum_betas"], rtol=1e-12)
     np.testing.assert_allclose(
         diffusion.tables["posterior_variance"].sum(),
         want[f"{schedule}/sum_posterior_variance"],
@@ -97,9 +95,12 @@ def test_impossible_respacing(total, spacing, message):
 
 def test_karras_grid():
     sigmas = karras_sigmas(18)
-    assert sigmas.shape == (19,) and sigmas.dtype == torch.float64
-    assert sigmas[0] == pytest.approx(80) and sigmas[17] == pytest.approx(0.002)
-    assert sigmas[18] == 0 and (sigmas.diff() < 0).all()
+    assert sigmas.shape == (19,)
+    assert sigmas.dtype == torch.float64
+    assert sigmas[0] == pytest.approx(80)
+    assert sigmas[17] == pytest.approx(0.002)
+    assert sigmas[18] == 0
+    assert (sigmas.diff() < 0).all()
 
 
 def test_vp_sde_marginals():

@@ -1,6 +1,11 @@
 """Diffusion: schedules, respacing, the Gaussian process, losses, samplers, guidance, networks."""
 
-from lightning_modules.components.diffusion.checkpoints import load_adm_checkpoint, load_adm_state
+from lightning_modules.components.diffusion.checkpoints import (
+    PUBLISHED,
+    load_adm_checkpoint,
+    load_adm_state,
+    unet_config,
+)
 from lightning_modules.components.diffusion.edm import (
     EDMPreconditioning,
     EDMSampler,
@@ -25,7 +30,6 @@ from lightning_modules.components.diffusion.losses import (
 from lightning_modules.components.diffusion.noise import (
     counter_normal,
     counter_uniform,
-    noise_key,
 )
 from lightning_modules.components.diffusion.respacing import respaced_betas, spaced_timesteps
 from lightning_modules.components.diffusion.samplers import (
@@ -44,12 +48,7 @@ from lightning_modules.components.diffusion.schedules import (
     scaled_linear_betas,
     zero_terminal_snr,
 )
-from lightning_modules.components.diffusion.unet import (
-    PUBLISHED,
-    ADMClassifier,
-    ADMUNet,
-    unet_config,
-)
+from lightning_modules.components.diffusion.unet import ADMClassifier, ADMUNet
 
 __all__ = [
     "PUBLISHED",
@@ -80,7 +79,6 @@ __all__ = [
     "load_adm_state",
     "min_snr_weight",
     "named_betas",
-    "noise_key",
     "require_finite",
     "respaced_betas",
     "run_edm_sampler",

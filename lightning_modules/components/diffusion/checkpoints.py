@@ -1,9 +1,10 @@
-"""Load published ADM checkpoints."""
+"""Published ADM architectures and their checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,3 +55,60 @@ def load_adm_checkpoint(path: str | Path, network: nn.Module) -> nn.Module:
         state = state["state_dict"]
     load_adm_state(network, state)
     return network
+
+
+def unet_config(name: str) -> dict[str, Any]:
+    """Constructor arguments of a published architecture.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if name not in PUBLISHED:
+        raise ValueError(f"architecture must be one of {sorted(PUBLISHED)}, got {name!r}")
+    return dict(PUBLISHED[name])
+
+
+_LSUN_64 = {
+    "image_size": 64,
+    "model_channels": 192,
+    "num_res_blocks": 3,
+    "attention_resolutions": (2, 4, 8),
+    "dropout": 0.1,
+    "channel_mult": (1, 2, 3, 4),
+    "num_head_channels": 64,
+    "use_new_attention_order": True,
+}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "cifar10_32": {
+        "image_size": 32,
+        "model_channels": 128,
+        "num_res_blocks": 3,
+        "attention_resolutions": (2, 4),
+        "dropout": 0.3,
+        "channel_mult": (1, 2, 2, 2),
+        "num_head_channels": 32,
+        "use_new_attention_order": True,
+    },
+    "lsun_64": _LSUN_64,
+    "imagenet_64": dict(_LSUN_64, num_classes=1000),
+    "ffhq_128": {
+        "image_size": 128,
+        "model_channels": 256,
+        "num_res_blocks": 3,
+        "attention_resolutions": (4, 8, 16),
+        "dropout": 0.1,
+        "channel_mult": (1, 1, 2, 3, 4),
+        "num_head_channels": 64,
+        "use_new_attention_order": True,
+    },
+    "imagenet_128": {
+        "image_size": 128,
+        "model_channels": 256,
+        "num_res_blocks": 2,
+        "attention_resolutions": (4, 8, 16),
+        "channel_mult": (1, 1, 2, 3, 4),
+        "num_heads": 4,
+        "num_classes": 1000,
+    },
+}

@@ -56,6 +56,7 @@ class EDMSampler:
 
     @property
     def steps(self) -> int:
+        """Number N of positive noise levels."""
         return len(self.sigmas) - 1
 
     @property
@@ -153,14 +154,15 @@ class EDMPreconditioning(nn.Module):
         self.network, self.data_std = network, data_std
 
     def forward(self, x: Tensor, sigma: Tensor, *args: Tensor) -> Tensor:
-        """x ``(n, c, ...)``; sigma 0-d or ``(n,)``. Returns float32 (or the type of x)."""
+        """Denoised image like x ``(n, c, ...)``, at sigma 0-d or ``(n,)``."""
         level = sigma.expand(len(x)).reshape((-1,) + (1,) * (x.ndim - 1)).to(x)
         total = level**2 + self.data_std**2
         skip, out = self.data_std**2 / total, level * self.data_std / total.sqrt()
         label = level.flatten().log() / 4
         kind = next(self.network.parameters()).dtype
         output = self.network((x / total.sqrt()).to(kind), label.to(kind), *args)
-        return skip * x + out * output.to(x)
+        denoised: Tensor = skip * x + out * output.to(x)
+        return denoised
 
 
 def edm_loss(

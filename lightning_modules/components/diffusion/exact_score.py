@@ -65,7 +65,7 @@ class ExactScore(nn.Module):
         flat = x.flatten(1)
         signal = self.signal[timesteps.long()][:, None]
         parts = [
-            self.denoise(rows, level)
-            for rows, level in zip(flat.split(self.chunk), signal.split(self.chunk), strict=True)
+            self.denoise(flat[start : start + self.chunk], signal[start : start + self.chunk])
+            for start in range(0, len(flat), self.chunk)
         ]
         return ((flat - signal.sqrt() * torch.cat(parts)) / (1 - signal).sqrt()).reshape(x.shape)

@@ -48,6 +48,9 @@ class GaussianDiffusion:
             the posterior's variance, "fixed_large" is beta.
         timestep_map: ``(T,)`` original index of each step (respaced processes).
         original_steps: Length of the training process; T if it is not respaced.
+        alphas_cumprod: ``(T,)`` exact abar of a respaced process: where beta is near 1, a product
+            of 1 - beta has lost half of the digits.
+        training_noise: ``(T,)`` 1 - abar of the training process; its own if it is not respaced.
 
     Raises:
         ValueError: If betas lie outside (0, 1] or a name is unknown.
@@ -60,6 +63,8 @@ class GaussianDiffusion:
         variance: str = "fixed_small",
         timestep_map: Sequence[int] | None = None,
         original_steps: int | None = None,
+        alphas_cumprod: Betas | None = None,
+        training_noise: Tensor | None = None,
     ) -> None:
         betas = np.asarray(betas, dtype=np.float64)
         if betas.ndim != 1 or not ((betas > 0) & (betas <= 1)).all():
@@ -75,9 +80,9 @@ class GaussianDiffusion:
         kept = range(self.steps) if timestep_map is None else timestep_map
         self.timestep_map = torch.as_tensor(list(kept), dtype=torch.int64)
 
-        alphas = 1 - betas
-        signal = np.cumprod(alphas)
+        signal = np.cumprod(1 - betas) if alphas_cumprod is None else alphas_cumprod
         previous = np.concatenate([[1.0], signal[:-1]])
+        alphas = 1 - betas if alphas_cumprod is None else signal / previous
         posterior = betas * (1 - previous) / (1 - signal)
         # The posterior of the last step is a point; its logarithm borrows the next entry.
         clipped = np.concatenate([posterior[1:2], posterior[1:]]) if self.steps > 1 else betas
@@ -100,6 +105,9 @@ class GaussianDiffusion:
                 "posterior_mean_coef2": (1 - previous) * np.sqrt(alphas) / (1 - signal),
             }
         self.tables = {name: torch.from_numpy(table) for name, table in tables.items()}
+        self.training_noise = 1 - self.tables["alphas_cumprod"]
+        if training_noise is not None:
+            self.training_noise = training_noise
         self._on_device: dict[tuple[str, torch.device], Tensor] = {}
 
     @classmethod
@@ -124,7 +132,13 @@ class GaussianDiffusion:
         betas, kept = respaced_betas(self.betas.numpy(), timesteps)
         original = self.timestep_map[torch.from_numpy(kept)]
         return type(self)(
-            betas, self.prediction, self.variance, original.tolist(), self.original_steps
+            betas,
+            self.prediction,
+            self.variance,
+            original.tolist(),
+            self.original_steps,
+            self.tables["alphas_cumprod"].numpy()[kept],
+            self.training_noise,
         )
 
     def gather(self, name: str, index: Index, like: Tensor) -> Tensor:
@@ -162,15 +176,17 @@ class GaussianDiffusion:
         )
 
     def x0_from_epsilon(self, x: Tensor, index: Index, epsilon: Tensor) -> Tensor:
+        """Clean sample that x would have with this noise."""
         return (
             self.gather("sqrt_recip_alphas_cumprod", index, x) * x
             - self.gather("sqrt_recipm1_alphas_cumprod", index, x) * epsilon
         )
 
     def epsilon_from_x0(self, x: Tensor, index: Index, x0: Tensor) -> Tensor:
-        return (
-            self.gather("sqrt_recip_alphas_cumprod", index, x) * x - x0
-        ) / self.gather("sqrt_recipm1_alphas_cumprod", index, x)
+        """Noise that x would have with this clean sample."""
+        return (self.gather("sqrt_recip_alphas_cumprod", index, x) * x - x0) / self.gather(
+            "sqrt_recipm1_alphas_cumprod", index, x
+        )
 
     def to_epsilon(self, output: Tensor, x: Tensor, index: Index) -> Tensor:
         """Noise that an output of the chosen prediction type stands for."""
@@ -220,7 +236,13 @@ class GaussianDiffusion:
         return output[:, :channels], output[:, channels:]
 
     def log_variance(self, fraction: Tensor | None, x: Tensor, index: Index) -> Tensor:
-        """log sigma^2 of the reverse step; `fraction` is the learned part v in about [-1, 1]."""
+        """Logarithm of the reverse step's variance.
+
+        Args:
+            fraction: Learned part v in about [-1, 1], like x; None for a fixed variance.
+            x: ``(n, c, ...)`` noisy sample.
+            index: Step.
+        """
         if self.variance == "fixed_large":
             return self.gather("log_fixed_large", index, x)
         small = self.gather("posterior_log_variance_clipped", index, x)

@@ -82,8 +82,10 @@ def classifier_free(
     return guided
 
 
-def combine(conditional: Tensor, unconditional: Tensor, scale: float, rescale: float = 0.0) -> Tensor:
-    """uncond + scale (cond - uncond), a share `rescale` of it brought to cond's spread."""
+def combine(
+    conditional: Tensor, unconditional: Tensor, scale: float, rescale: float = 0.0
+) -> Tensor:
+    """Form uncond + scale (cond - uncond), a share `rescale` of it brought to cond's spread."""
     guided = unconditional + scale * (conditional - unconditional)
     if rescale == 0:
         return guided

@@ -42,6 +42,7 @@ class VariationalBound(NamedTuple):
 
 
 def mean_over_pixels(x: Tensor) -> Tensor:
+    """Mean of ``(n, ...)`` over all but the first axis."""
     return x.flatten(1).mean(1)
 
 
@@ -167,7 +168,11 @@ def variational_bound(
     """The whole bound, one network call per step.
 
     Args:
+        diffusion: The (respaced) process.
+        model: Called with (x_t, original timesteps).
+        x0: ``(n, c, ...)`` data.
         noise: Called with 0, 1, ... from the noisiest step on; gives noise like x0.
+        clip: Predicted x_0 is clamped to [-clip, clip]; None leaves it.
     """
     vb, x0_mse, mse = [], [], []
     for count, index in enumerate(reversed(range(diffusion.steps))):

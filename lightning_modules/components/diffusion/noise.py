@@ -1,12 +1,11 @@
 """Counter-based noise: a value depends on (key, position), never on who draws it.
 
 Sample i of a global batch gets the same noise whichever process holds it, so training with any
-number of ranks draws the same numbers.
+number of ranks draws the same numbers. Keys come from `components.randomness.seed_from`.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -15,14 +14,6 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-_SIGNED_64 = 1 << 63
-
-
-def noise_key(*parts: int | str) -> int:
-    """Signed 64-bit key of a tuple such as (seed, iteration, purpose)."""
-    text = repr(parts).encode()
-    high, low = zlib.crc32(text), zlib.crc32(text[::-1] + b"#")
-    return ((high << 32) | low) - _SIGNED_64
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -53,7 +44,7 @@ def counter_uniform(key: int, positions: Tensor) -> Tensor:
     """``(n,)`` float64 uniform on [0, 1), one for each position.
 
     Args:
-        key: From `noise_key`.
+        key: Integer from `components.randomness.seed_from`.
         positions: ``(n,)`` int64 place of each sample in the global batch or data set.
     """
     return _shift_right(_bits(key, positions.cpu(), 1)[:, 0], 11).to(torch.float64) * 2.0**-53
@@ -63,7 +54,7 @@ def counter_normal(key: int, positions: Tensor, shape: Sequence[int]) -> Tensor:
     """``(n, *shape)`` float32 standard normal noise (Box-Muller).
 
     Args:
-        key: From `noise_key`.
+        key: Integer from `components.randomness.seed_from`.
         positions: ``(n,)`` int64, on the device where the noise is wanted.
         shape: Shape of one sample.
     """

@@ -44,7 +44,9 @@ class Sampler(Protocol):
         noise: Tensor | None,
         scale: Tensor | None = None,
         gradient: Tensor | None = None,
-    ) -> SamplerStep: ...
+    ) -> SamplerStep:
+        """One reverse step."""
+        ...
 
 
 class AncestralSampler:
@@ -121,7 +123,7 @@ class DDIMSampler:
         clip: float | None = 1.0,
         scale_direction: bool = True,
     ) -> None:
-        if not 0 <= eta:
+        if eta < 0:
             raise ValueError(f"eta must be at least 0, got {eta}")
         self.diffusion, self.eta, self.clip = diffusion, eta, clip
         self.scale_direction = scale_direction
@@ -158,9 +160,7 @@ class DDIMSampler:
             direction = predicted.raw_epsilon
         signal = diffusion.tables["alphas_cumprod"][index]
         previous = diffusion.tables["alphas_cumprod_prev"][index]
-        sigma = (
-            self.eta * ((1 - previous) / (1 - signal)).sqrt() * (1 - signal / previous).sqrt()
-        )
+        sigma = self.eta * ((1 - previous) / (1 - signal)).sqrt() * (1 - signal / previous).sqrt()
         spread = (1 - previous - sigma**2).clamp(min=0).sqrt()
         mean = predicted.x0 * previous.sqrt().to(x) + spread.to(x) * direction
         if index > 0 and self.eta > 0:

@@ -58,7 +58,8 @@ def zero_terminal_snr(betas: Betas) -> Betas:
     root = np.sqrt(np.cumprod(1 - betas))
     first, last = root[0], root[-1]
     signal = ((root - last) * first / (first - last)) ** 2
-    return 1 - signal / np.concatenate([[1.0], signal[:-1]])
+    betas = 1 - signal / np.concatenate([[1.0], signal[:-1]])
+    return np.asarray(betas, dtype=np.float64)
 
 
 SCHEDULES: dict[str, Callable[[int], Betas]] = {
@@ -123,16 +124,20 @@ class VPSDE:
     rate_max: float = 20.0
 
     def log_alpha(self, t: Tensor) -> Tensor:
+        """Logarithm of the signal's factor."""
         return -0.25 * (self.rate_max - self.rate_min) * t**2 - 0.5 * self.rate_min * t
 
     def alpha(self, t: Tensor) -> Tensor:
+        """Factor of the signal."""
         return self.log_alpha(t).exp()
 
     def sigma(self, t: Tensor) -> Tensor:
+        """Factor of the noise, accurate near t = 0."""
         # 1 - exp(2 log alpha) would lose four digits near t = 0 in float32.
         return (-torch.expm1(2 * self.log_alpha(t))).sqrt()
 
     def rate(self, t: Tensor) -> Tensor:
+        """Drift rate."""
         return self.rate_min + (self.rate_max - self.rate_min) * t
 
     def add_noise(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:

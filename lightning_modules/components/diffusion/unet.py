@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,8 +116,13 @@ class _Encoder(nn.Module):
         else:
             heads = channels // int(self.num_head_channels or 1)
             name = f"num_head_channels = {self.num_head_channels}"
-        if heads < 1 or channels % heads or (
-            self.num_head_channels not in (None, -1) and channels % int(self.num_head_channels or 1)
+        if (
+            heads < 1
+            or channels % heads
+            or (
+                self.num_head_channels not in (None, -1)
+                and channels % int(self.num_head_channels or 1)
+            )
         ):
             raise ValueError(f"{channels} attention channels cannot be split by {name}")
         return AttentionBlock(channels, heads, self.use_new_attention_order)
@@ -341,61 +345,5 @@ class ADMClassifier(_Encoder):
 
 
 def count_parameters(module: nn.Module) -> int:
+    """Number of trainable and fixed parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def unet_config(name: str) -> dict[str, Any]:
-    """Constructor arguments of a published architecture.
-
-    Raises:
-        ValueError: If the name is unknown.
-    """
-    if name not in PUBLISHED:
-        raise ValueError(f"architecture must be one of {sorted(PUBLISHED)}, got {name!r}")
-    return dict(PUBLISHED[name])
-
-
-_LSUN_64 = dict(
-    image_size=64,
-    model_channels=192,
-    num_res_blocks=3,
-    attention_resolutions=(2, 4, 8),
-    dropout=0.1,
-    channel_mult=(1, 2, 3, 4),
-    num_head_channels=64,
-    use_new_attention_order=True,
-)
-
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "cifar10_32": dict(
-        image_size=32,
-        model_channels=128,
-        num_res_blocks=3,
-        attention_resolutions=(2, 4),
-        dropout=0.3,
-        channel_mult=(1, 2, 2, 2),
-        num_head_channels=32,
-        use_new_attention_order=True,
-    ),
-    "lsun_64": _LSUN_64,
-    "imagenet_64": dict(_LSUN_64, num_classes=1000),
-    "ffhq_128": dict(
-        image_size=128,
-        model_channels=256,
-        num_res_blocks=3,
-        attention_resolutions=(4, 8, 16),
-        dropout=0.1,
-        channel_mult=(1, 1, 2, 3, 4),
-        num_head_channels=64,
-        use_new_attention_order=True,
-    ),
-    "imagenet_128": dict(
-        image_size=128,
-        model_channels=256,
-        num_res_blocks=2,
-        attention_resolutions=(4, 8, 16),
-        channel_mult=(1, 1, 2, 3, 4),
-        num_heads=4,
-        num_classes=1000,
-    ),
-}

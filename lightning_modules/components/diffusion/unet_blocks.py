@@ -15,7 +15,7 @@ GROUPS = 32
 
 
 def timestep_embedding(timesteps: Tensor, width: int, max_period: float = 10000.0) -> Tensor:
-    """Sinusoidal features ``(n, width)`` of timesteps ``(n,)`` (may be fractions): cos, then sin."""
+    """Sinusoidal features ``(n, width)`` of (fractional) timesteps ``(n,)``: cos, then sin."""
     half = width // 2
     exponents = torch.arange(half, dtype=torch.float32, device=timesteps.device) / half
     angles = timesteps[:, None].float() * torch.exp(-math.log(max_period) * exponents)
@@ -27,6 +27,7 @@ class GroupNorm32(nn.GroupNorm):
     """GroupNorm computed in float32 whatever the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Transform x ``(n, channels, ...)``."""
         normed = functional.group_norm(
             x.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps
         )
@@ -34,6 +35,7 @@ class GroupNorm32(nn.GroupNorm):
 
 
 def group_norm(channels: int) -> GroupNorm32:
+    """Group norm with the groups of ADM."""
     return GroupNorm32(GROUPS, channels)
 
 
@@ -52,6 +54,7 @@ class Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1) if with_conv else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Transform x ``(n, channels, ...)``."""
         x = functional.interpolate(x, scale_factor=2, mode="nearest")
         return x if self.conv is None else self.conv(x)
 
@@ -68,6 +71,7 @@ class Downsample(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Transform x ``(n, channels, ...)``."""
         out: Tensor = self.op(x)
         return out
 
@@ -121,7 +125,7 @@ class ResBlock(nn.Module):
         return kind(channels, with_conv=False)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """x ``(n, channels, h, w)``, embedding ``(n, embedding)``."""
+        """Transform x ``(n, channels, h, w)`` under embedding ``(n, embedding)``."""
         norm, activation, convolution = self.in_layers
         hidden = convolution(self.h_upd(activation(norm(x))))
         x = self.x_upd(x)
@@ -165,9 +169,11 @@ class AttentionBlock(nn.Module):
         self.proj_out = zero_init(nn.Conv1d(channels, channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Transform x ``(n, channels, ...)``."""
         flat = x.flatten(2)
         mixed = attend(self.qkv(self.norm(flat)), self.heads, self.new_order)
-        return (flat + self.proj_out(mixed)).reshape(x.shape)
+        out: Tensor = flat + self.proj_out(mixed)
+        return out.reshape(x.shape)
 
 
 class AttentionPool2d(nn.Module):
@@ -182,14 +188,13 @@ class AttentionPool2d(nn.Module):
 
     def __init__(self, side: int, channels: int, head_channels: int, outputs: int) -> None:
         super().__init__()
-        self.positional_embedding = nn.Parameter(
-            torch.randn(channels, side**2 + 1) / channels**0.5
-        )
+        self.positional_embedding = nn.Parameter(torch.randn(channels, side**2 + 1) / channels**0.5)
         self.qkv_proj = nn.Conv1d(channels, 3 * channels, 1)
         self.c_proj = nn.Conv1d(channels, outputs, 1)
         self.heads = channels // head_channels
 
     def forward(self, x: Tensor) -> Tensor:
+        """Transform x ``(n, channels, ...)``."""
         flat = x.flatten(2)
         tokens = torch.cat([flat.mean(-1, keepdim=True), flat], dim=-1)
         tokens = tokens + self.positional_embedding[None].to(tokens.dtype)
@@ -202,6 +207,7 @@ class TimestepSequential(nn.Sequential):
     """Sequence that hands the embedding to residual blocks only."""
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:  # type: ignore[override]
+        """Run all layers."""
         for layer in self:
             x = layer(x, embedding) if isinstance(layer, ResBlock) else layer(x)
         return x

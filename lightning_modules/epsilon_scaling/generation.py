@@ -1,0 +1,197 @@
+"""Draw samples: the choice of sampler, guidance and paired, position-bound noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_modules.components.diffusion import (
+    AncestralSampler,
+    DDIMSampler,
+    EDMSampler,
+    GaussianDiffusion,
+    as_denoiser,
+    counter_normal,
+    karras_sigmas,
+    run_edm_sampler,
+    run_sampler,
+)
+from lightning_modules.components.diffusion.edm import Denoiser
+from lightning_modules.components.randomness import seed_from
+from lightning_modules.epsilon_scaling.baselines import time_shift
+from lightning_modules.epsilon_scaling.schedule import EpsilonSchedule
+
+SAMPLERS = ("ancestral", "ddim", "heun", "euler")
+
+Model = Callable[[Tensor, Tensor], Tensor]
+Gradient = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """How samples are drawn.
+
+    Attributes:
+        sampler: "ancestral", "ddim", or EDM's "heun" or "euler".
+        respacing: Steps of the discrete samplers, as in `spaced_timesteps`.
+        eta: Noise of DDIM.
+        clip: Clamp of the predicted x_0; None for none.
+        scale_direction: Whether DDIM's direction is scaled (ADM) or not (latent diffusion).
+        scale_correction: Whether Heun's second evaluation is scaled.
+        edm_steps: Noise levels of the EDM samplers.
+        sigma_min: Smallest noise level.
+        sigma_max: Largest noise level.
+        churn: S_churn of the EDM samplers.
+        time_shift_window: Window of the time-shift rival, in original steps; 0 is off.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    sampler: str = "ddim"
+    respacing: str = "20"
+    eta: float = 0.0
+    clip: float | None = 1.0
+    scale_direction: bool = True
+    scale_correction: bool = True
+    edm_steps: int = 18
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    churn: float = 0.0
+    time_shift_window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampler not in SAMPLERS:
+            raise ValueError(f"sampler must be one of {SAMPLERS}, got {self.sampler!r}")
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"clip must be positive or null, got {self.clip}")
+        if self.eta < 0:
+            raise ValueError(f"eta must be at least 0, got {self.eta}")
+        if self.time_shift_window < 0:
+            raise ValueError(f"time_shift_window must be at least 0, got {self.time_shift_window}")
+        if self.is_edm:
+            karras_sigmas(self.edm_steps, self.sigma_min, self.sigma_max)
+
+    @property
+    def is_edm(self) -> bool:
+        """Whether the sampler works on noise levels rather than timesteps."""
+        return self.sampler in ("heun", "euler")
+
+    def steps(self, diffusion: GaussianDiffusion) -> int:
+        """Number of steps, each with its own lambda."""
+        return self.edm_steps if self.is_edm else diffusion.respace(self.respacing).steps
+
+
+class PositionNoise(NamedTuple):
+    """Noise that belongs to the position of a sample, whoever draws it.
+
+    The same positions give the same noise for every lambda (a paired comparison) and for every
+    number of ranks.
+
+    Attributes:
+        seed: Of the whole set of samples.
+        positions: ``(n,)`` int64 on the device of the samples.
+        shape: Of one sample.
+    """
+
+    seed: int
+    positions: Tensor
+    shape: tuple[int, ...]
+
+    def __call__(self, step: int) -> Tensor:
+        """Noise ``(n, *shape)`` of a step; step -1 is the start."""
+        return counter_normal(seed_from(self.seed, "sample", step), self.positions, self.shape)
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    diffusion: GaussianDiffusion,
+    settings: SamplerSettings,
+    schedule: EpsilonSchedule,
+    noise: PositionNoise,
+    gradient: Gradient | None = None,
+    denoiser: Denoiser | None = None,
+    log_variances: Tensor | None = None,
+) -> Tensor:
+    """Samples ``(n, c, ...)``.
+
+    Args:
+        model: Called with (x, original timesteps).
+        diffusion: The training process.
+        settings: The sampler.
+        schedule: Divisors of the noise.
+        noise: Start and step noise.
+        gradient: Classifier gradient (discrete samplers only).
+        denoiser: D(x, sigma) for the EDM samplers; by default made of the discrete model.
+        log_variances: Own variances of the ancestral sampler.
+
+    Raises:
+        ValueError: If a classifier is asked to guide an EDM sampler.
+    """
+    start = noise(-1)
+    if settings.is_edm:
+        if gradient is not None:
+            raise ValueError("classifier guidance needs sampler 'ancestral' or 'ddim'")
+        sigma_max = settings.sigma_max
+        if denoiser is None:
+            # A discrete model knows no more noise than its last step has.
+            largest = float(diffusion.tables["sqrt_recipm1_alphas_cumprod"][-1])
+            sigma_max = min(sigma_max, largest)
+            denoiser = as_denoiser(model, diffusion)
+        grid = karras_sigmas(settings.edm_steps, settings.sigma_min, sigma_max)
+        edm = EDMSampler(
+            grid,
+            settings.sampler,
+            scale_correction=settings.scale_correction,
+            churn=settings.churn,
+        )
+        churn_noise = noise if settings.churn > 0 else None
+        scales = schedule.scales_or_none(edm.steps)
+        return run_edm_sampler(denoiser, edm, start, churn_noise, scales).to(start.dtype)
+    process = diffusion.respace(settings.respacing)
+    if settings.sampler == "ddim":
+        sampler: DDIMSampler | AncestralSampler = DDIMSampler(
+            process, settings.eta, settings.clip, settings.scale_direction
+        )
+        step_noise = noise if settings.eta > 0 else None
+    else:
+        sampler = AncestralSampler(process, settings.clip, log_variances)
+        step_noise = noise
+    shift = time_shift(process, settings.time_shift_window) if settings.time_shift_window else None
+    return run_sampler(
+        model,
+        sampler,
+        start,
+        step_noise,
+        schedule.scales_or_none(process.steps),
+        gradient,
+        model_index=shift,
+    )
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """Images ``(n, c, h, w)`` in [-1, 1] as ``(n, h, w, c)`` uint8, truncated like the references."""
+    return ((images + 1) * 127.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def image_grid(images: Tensor, columns: int | None = None, margin: int = 1) -> Tensor:
+    """Tile ``(n, h, w, c)`` uint8 images to one ``(H, W, 3)`` uint8 picture."""
+    count, height, width, channels = images.shape
+    columns = columns or max(1, round(count**0.5))
+    rows = -(-count // columns)
+    grid = torch.full(
+        (rows * (height + margin) + margin, columns * (width + margin) + margin, 3),
+        255,
+        dtype=torch.uint8,
+    )
+    colour = images[..., :1].expand(-1, -1, -1, 3) if channels < 3 else images[..., :3]
+    for place in range(count):
+        top = margin + place // columns * (height + margin)
+        left = margin + place % columns * (width + margin)
+        grid[top : top + height, left : left + width] = colour[place].cpu()
+    return grid

@@ -1,0 +1,119 @@
+"""Distances between two sets of samples or of their features."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PrecisionRecall(NamedTuple):
+    """Share of generated samples inside the reference manifold, and the reverse."""
+
+    precision: float
+    recall: float
+
+
+def frechet_from_moments(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -> Tensor:
+    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), the root's trace by eigenvalues of C1 C2.
+
+    Args:
+        mean1: ``(d,)``.
+        cov1: ``(d, d)`` with divisor N - 1.
+        mean2: ``(d,)``.
+        cov2: ``(d, d)``.
+    """
+    root = torch.linalg.eigvals(cov1 @ cov2).sqrt().real.sum()
+    return ((mean1 - mean2) ** 2).sum() + cov1.trace() + cov2.trace() - 2 * root
+
+
+def moments(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean ``(d,)`` and covariance ``(d, d)`` (divisor N - 1) of rows, in float64.
+
+    Warns if there are fewer rows than needed for a covariance of full rank.
+    """
+    rows = features.double()
+    if len(rows) <= rows.shape[1]:
+        warnings.warn(
+            f"{len(rows)} samples of {rows.shape[1]} features: the covariance has not full rank "
+            "and the Fréchet distance is biased; use more samples",
+            stacklevel=3,
+        )
+    return rows.mean(0), torch.cov(rows.T)
+
+
+def frechet_distance(first: Tensor, second: Tensor) -> float:
+    """Fréchet distance of two sets of rows ``(n, d)``, ``(m, d)``, in float64."""
+    return float(frechet_from_moments(*moments(first), *moments(second)))
+
+
+def _radius(rows: Tensor, k: int) -> Tensor:
+    # The nearest of all is the row itself.
+    return (torch.cdist(rows, rows) ** 2).kthvalue(k + 1, dim=1).values
+
+
+def precision_recall(reference: Tensor, generated: Tensor, k: int = 3) -> PrecisionRecall:
+    """k-nearest-neighbour precision and recall of feature rows ``(n, d)``, ``(m, d)``.
+
+    Raises:
+        ValueError: If a set has no more than k rows.
+    """
+    if min(len(reference), len(generated)) <= k:
+        raise ValueError(
+            f"precision and recall with k = {k} need more than {k} samples in both sets, "
+            f"got {len(reference)} and {len(generated)}"
+        )
+    reference, generated = reference.double(), generated.double()
+    squared = torch.cdist(generated, reference) ** 2
+    precision = (squared <= _radius(reference, k)[None, :]).any(1).double().mean()
+    recall = (squared <= _radius(generated, k)[:, None]).any(0).double().mean()
+    return PrecisionRecall(float(precision), float(recall))
+
+
+def sliced_wasserstein(
+    first: Tensor, second: Tensor, projections: int = 256, seed: int = 0
+) -> float:
+    """Mean squared 1-D Wasserstein-2 distance over random directions.
+
+    Args:
+        first: ``(n, ...)``.
+        second: ``(m, ...)``; quantiles are compared if the sizes differ.
+        projections: Number of directions.
+        seed: Of the directions.
+    """
+    a, b = first.flatten(1).double(), second.flatten(1).double()
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(a.shape[1], projections, generator=generator, dtype=torch.float64)
+    directions = (directions / directions.norm(dim=0)).to(a.device)
+    left, right = (a @ directions).sort(0).values, (b @ directions).sort(0).values
+    if len(left) != len(right):
+        levels = (torch.arange(512, dtype=torch.float64, device=a.device) + 0.5) / 512
+        left, right = torch.quantile(left, levels, dim=0), torch.quantile(right, levels, dim=0)
+    return float(((left - right) ** 2).mean())
+
+
+def kernel_distance(first: Tensor, second: Tensor) -> float:
+    """Unbiased squared MMD of feature rows with the kernel (x.y / d + 1)^3 (KID on all rows)."""
+    a, b = first.double(), second.double()
+
+    def kernel(x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = (x @ y.T / x.shape[1] + 1) ** 3
+        return out
+
+    def within(x: Tensor) -> Tensor:
+        gram = kernel(x, x)
+        return (gram.sum() - gram.trace()) / (len(x) * (len(x) - 1))
+
+    return float(within(a) + within(b) - 2 * kernel(a, b).mean())
+
+
+def inception_score(probabilities: Tensor, split: int = 5000) -> float:
+    """Mean over splits of exp(mean KL(p(y|x) || p(y))), for class probabilities ``(n, classes)``."""
+    scores = []
+    for rows in probabilities.double().split(split):
+        marginal = rows.mean(0, keepdim=True)
+        kl = torch.special.xlogy(rows, rows) - rows * marginal.clamp(min=1e-300).log()
+        scores.append(kl.sum(1).mean().exp())
+    return float(torch.stack(scores).mean())
