@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import isnan
 from pathlib import Path
 from typing import Literal
 
@@ -169,14 +170,15 @@ def write_interface(
     """Write `<folder>/<characters 2-3 of the id>/<name>.pdb` with its origin in remarks."""
     target = Path(folder) / interface.name[1:3].lower() / f"{interface.name}.pdb"
     target.parent.mkdir(parents=True, exist_ok=True)
+    dates = zip(("DEPOSITION", "RELEASE"), interface.dates, strict=False)
     remarks = [
         f"KIND: {kind}",
-        f"EXTRACTION RADIUS: {radius}",
-        f"EXPANSION RADIUS: {expansion_radius}",
-        f"RESOLUTION: {interface.resolution}",
-        f"STRUCTURE METHOD: {interface.method}",
-        *(f"DATE: {date}" for date in interface.dates),
-        *([] if area is None else [f"BSA: {area:.2f}"]),
+        f"EXTRACTION RADIUS: {radius} A",
+        f"EXPANSION RADIUS: {expansion_radius} A",
+        f"RESOLUTION: {'None' if isnan(interface.resolution) else interface.resolution} A",
+        f"STRUCTURE METHOD: {interface.method or 'unknown'}",
+        *(f"{what} DATE: {date}" for what, date in dates),
+        *([] if area is None else [f"BSA: {area} A^2"]),
     ]
     target.write_text(pdb_text(interface, remarks))
     return target

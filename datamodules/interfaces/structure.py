@@ -178,7 +178,10 @@ def _pdb_header(lines: list[bytes]) -> tuple[float, str, tuple[str, ...]]:
             except (IndexError, ValueError):
                 resolution = float("nan")
         elif text.startswith("REMARK   3  RESOLUTION:"):
-            resolution = float(text.split(":")[1].split()[0])
+            word = text.split(":")[1].split()[0]
+            resolution = float("nan") if word == "None" else float(word)
+        elif text.startswith(("REMARK   3  DEPOSITION DATE:", "REMARK   3  RELEASE DATE:")):
+            dates.append(text.split(":")[1].strip())
         elif text.startswith("REMARK   3  STRUCTURE METHOD:"):
             method = text.split(":", 1)[1].strip().lower()
     return resolution, method, tuple(date for date in dates if date)
