@@ -7,6 +7,7 @@ PUBLIC_NAMES = {
     "Images": "images",
     "IsometryInputs": "isometry_inputs",
     "Interactions": "interactions",
+    "RegressionStream": "regression_stream",
     "SuiteDataModule": "base",
 }
 

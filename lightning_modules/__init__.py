@@ -4,7 +4,9 @@ from lightning_modules.components.lazy import lazy_names
 
 # public name -> the room (sub-package) that defines it
 PUBLIC_NAMES = {
+    "CorrelatedNoiseClassifier": "correlated_noise",
     "DPClassifier": "mmcc",
+    "LinearRegressionBench": "correlated_noise",
     "BNGrad": "bngrad",
     "FedRAP": "fedrap",
     "EpsilonScaling": "epsilon_scaling",
