@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_modules.components.sharding import full
+from lightning_modules.components.sharding import full_sum
 
 __all__ = ["GradientNorms", "gradient_norms"]
 
@@ -36,7 +36,7 @@ def gradient_norms(
             group = next((g for g, p in groups.items() if fnmatchcase(name, p)), "other")
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         values = values if values.dtype == torch.float64 else values.float()
-        squares.setdefault(group, []).append(full(values.square().sum()))
+        squares.setdefault(group, []).append(full_sum(values, torch.square))
     sums = {group: torch.stack(terms).sum() for group, terms in squares.items()}
     if sums:
         sums["total"] = torch.stack([s.double() for s in sums.values()]).sum().float()

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from callbacks.base import HasLossWeights, HasPenalties
-from lightning_modules.components.sharding import full
+from lightning_modules.components.sharding import full, full_sum
 
 __all__ = [
     "ParameterPenalty",
@@ -33,12 +33,12 @@ def _wide(x: Tensor) -> Tensor:
 
 def l1(parameter: Tensor) -> Tensor:
     """Sum of absolute values; a 0-d tensor in float32 (float64 for float64)."""
-    return full(_wide(parameter).abs().sum())
+    return full_sum(parameter, lambda x: _wide(x).abs())
 
 
 def l2(parameter: Tensor) -> Tensor:
     """Sum of squares, without the factor 1/2 of weight decay."""
-    return full(_wide(parameter).square().sum())
+    return full_sum(parameter, lambda x: _wide(x).square())
 
 
 def group_lasso(parameter: Tensor, dim: int = 0) -> Tensor:

@@ -228,6 +228,9 @@ _NOISE = (
     ".*The number of training batches .* is smaller than the logging interval.*",
     ".*isinstance\\(treespec, LeafSpec\\).*",
     ".*LightningCLI's args parameter.*",
+    # a resumed run has a folder of its own
+    ".*The dirpath has changed from.*",
+    ".*Couldn't infer the batch indices fetched from your dataloader.*",
 )
 
 

@@ -1,15 +1,16 @@
 """Sharded parameters (FSDP2) in methods that would rather not know about them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["full", "shard_blocks"]
+__all__ = ["full", "full_sum", "shard_blocks"]
 
 
 def full(x: Tensor) -> Tensor:
@@ -17,8 +18,8 @@ def full(x: Tensor) -> Tensor:
 
     A sharded parameter (``DTensor``) cannot be mixed with plain tensors, so everything that reads
     weights outside of the module that owns them (penalties, weight tying, spectra, figures) goes
-    through here. It is differentiable, and collective: call it on every rank. A sum is cheaper to
-    gather than a matrix, so write ``full(weight.abs().sum())``, not ``full(weight).abs().sum()``.
+    through here. It is differentiable, and collective: call it on every rank. For a sum over the
+    entries ``full_sum`` needs no memory for the whole.
 
     Args:
         x: plain or sharded tensor, any shape.
@@ -29,6 +30,31 @@ def full(x: Tensor) -> Tensor:
     gather = getattr(x, "full_tensor", None)
     whole: Tensor = x if gather is None else gather()
     return whole
+
+
+def full_sum(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum a function of the entries of a tensor that may be sharded, without gathering it.
+
+    Each rank sums over its own shard and gets the gradient of its own entries; the sums are then
+    added up. It also holds for shards of unequal size and empty ones, where arithmetic on a
+    ``DTensor`` gives gradients of the wrong shape. Collective: call it on every rank.
+
+    Args:
+        x: plain or sharded tensor, any shape.
+        of: elementwise function.
+
+    Returns:
+        0-d plain tensor, the same on every rank.
+    """
+    to_local = getattr(x, "to_local", None)
+    if to_local is None:
+        return of(x).sum()
+    part = of(to_local()).sum()
+    whole = part.detach().clone()
+    for dim, placement in enumerate(x.placements):  # type: ignore[attr-defined]
+        if placement.is_shard():
+            torch.distributed.all_reduce(whole, group=x.device_mesh.get_group(dim))  # type: ignore[attr-defined]
+    return part + (whole - part.detach())
 
 
 def shard_blocks(

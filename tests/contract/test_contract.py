@@ -238,6 +238,13 @@ def test_every_config_of_the_paper_is_accepted(
     capsys.readouterr()
 
 
+def _choice(parameter: dict, pick: int) -> str:
+    """First or last value of a parameter of a sweep, as the agent would write it."""
+    if "values" in parameter:
+        return str(parameter["values"][pick])
+    return str(parameter["value"] if "value" in parameter else parameter[("min", "max")[pick]])
+
+
 def test_sweep_names_real_arguments_and_the_monitored_metric(
     paper: str, trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,11 +256,7 @@ def test_sweep_names_real_arguments_and_the_monitored_metric(
     goal = {"max": "maximize", "min": "minimize"}[model.mode]
     assert sweep["metric"] == {"name": model.monitor, "goal": goal}
     for pick in (0, -1):
-        chosen = [
-            f"--{name}={json.dumps(spec['values'][pick]) if 'values' in spec else spec['min']}"
-            for name, spec in sweep["parameters"].items()
-            if "value" not in spec
-        ]
+        chosen = [f"--{name}={_choice(spec, pick)}" for name, spec in sweep["parameters"].items()]
         arguments = ["fit", f"--config={paper}/default.yaml", *chosen, "--print_config"]
         assert main(arguments) == 0, chosen
     capsys.readouterr()

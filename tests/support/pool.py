@@ -9,8 +9,10 @@ import multiprocessing as mp
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +93,23 @@ class RankPool:
         job = (_free_port(), os.getcwd(), path, function.__name__, args)
         for _, pipe in self._workers:
             pipe.send(job)
-        answers = []
-        for rank, (_, pipe) in enumerate(self._workers):
-            if not pipe.poll(self.timeout):
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + self.timeout
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
+        while waiting and all(good for good, _ in answers.values()):
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
                 self.close(kill=True)
-                raise TimeoutError(f"rank {rank} gave no answer within {self.timeout} s")
-            answers.append(pipe.recv())
-        failed = [f"rank {r}:\n{text}" for r, (good, text) in enumerate(answers) if not good]
+                late = sorted(waiting.values())
+                raise TimeoutError(f"ranks {late} gave no answer within {self.timeout} s")
+            for pipe in ready:
+                answers[waiting.pop(pipe)] = pipe.recv()
+        failed = [f"rank {r}:\n{text}" for r, (good, text) in answers.items() if not good]
         if failed:
             # a rank that failed alone leaves the others in a half-open group
             self.close(kill=True)
             raise AssertionError("\n".join(failed))
-        return [value for _, value in answers]
+        return [answers[rank][1] for rank in range(self.world_size)]
 
     def close(self, kill: bool = False) -> None:
         """End the processes."""

@@ -9,6 +9,7 @@ from torchmetrics import MeanMetric
 
 from datamodules.base import Rows, SuiteDataModule, split
 from lightning_modules.base import PaperModule
+from lightning_modules.components.sharding import shard_blocks
 
 
 class ToyBatch(NamedTuple):
@@ -69,3 +70,10 @@ class ToyData(SuiteDataModule):
         train, held = split(self.rows, [0.7], self.seed)
         self.train_set = Rows(ToyBatch, x[train], y[train])
         self.val_set = self.test_set = Rows(ToyBatch, x[held], y[held])
+
+
+class ShardedToy(Toy):
+    """The toy with its layers split over ranks where the strategy is FSDP2."""
+
+    def configure_model(self) -> None:
+        shard_blocks(self.net, self.device_mesh, ["0", "3"])
