@@ -26,7 +26,8 @@ commands:
   reproduce  run the scaled-down claims of the papers and write a report
 
 Every config is looked up as a file first, then among the packaged ones.
-iclr24 COMMAND --help explains a command; --debug shows the traceback of an error.
+iclr24 COMMAND --help explains a command, iclr24 fit --model.help FedRAP the options of a method;
+--debug shows the traceback of an error.
 """
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 

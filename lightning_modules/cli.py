@@ -25,7 +25,9 @@ from lightning_modules.errors import UserError, explain_arguments
 CONFIG_FLAGS = ("--config", "-c", "--model", "--data", "--trainer", "--logger")
 CLASS_FLAGS = {
     "--model": "lightning_modules",
+    "--model.help": "lightning_modules",
     "--data": "datamodules",
+    "--data.help": "datamodules",
     "--trainer.callbacks": "callbacks",
     "--trainer.callbacks+": "callbacks",
 }
