@@ -436,6 +436,9 @@ class FedRAP(RecommenderModule):
         # The clients' state differs between ranks and must not be broadcast.
         names = [name for name, _ in self.named_buffers() if name.startswith("federation.")]
         self._ddp_params_and_buffers_to_ignore = names
+        self.per_rank_state = frozenset(
+            name for name in names if name in (*_BY_CLIENT, _TABLE, *_LAZY)
+        )
 
     def setup(self, stage: str) -> None:
         """Ask the datamodule for the sizes and take this rank's clients."""
@@ -474,7 +477,7 @@ class FedRAP(RecommenderModule):
         if world == 1:
             return state
         for name in ("federation.round_rows", "federation.round_clients"):
-            state[name] = _sum_over_ranks(state[name])
+            state[name] = sum_over_ranks(state[name])
         state["federation.item_counts"] = self._all_item_counts()
         for name in (*_BY_CLIENT, _TABLE, _LAZY[0]):
             if name in state:
@@ -494,7 +497,7 @@ class FedRAP(RecommenderModule):
         counts = self.federation.item_counts
         if self._counts_before is None:
             return counts
-        return self._counts_before + _sum_over_ranks(counts - self._counts_before)
+        return self._counts_before + sum_over_ranks(counts - self._counts_before)
 
     def _own_part(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank holds of a state with all clients."""
@@ -654,7 +657,7 @@ class FedRAP(RecommenderModule):
         self._counts_before = federation.item_counts.clone()
         report = federation.finish_round(
             noise,
-            _sum_over_ranks if several else None,
+            sum_over_ranks if several else None,
             _concatenate_over_ranks if several else None,
         )
         self.round_traffic = report.traffic
@@ -749,7 +752,8 @@ def _check_at_least(name: str, value: float | None, least: float) -> None:
         raise ValueError(f"{name} must be at least {least:g}, got {value}")
 
 
-def _sum_over_ranks(tensor: Tensor) -> Tensor:
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Sum of a tensor over all ranks; the argument is left alone."""
     total = tensor.clone()
     dist.all_reduce(total)
     return total
