@@ -31,6 +31,10 @@ CASES = {
     "sars": ("7FAE-RBD-Fv_A_H_L", "7FAE_mutations.csv.gz", ("A", "HL")),
     "sak": ("1bui_A_C", "SAK_activities.csv", ("A", "C")),
 }
+CASE_COLUMNS = {
+    "sars": ("stabilizing", "stabilizing"),
+    "sak": ("Activity enhancement", "2x activity enhancement"),
+}
 HELD_OUT = {
     "Barnase": ("1X1W_A_D", "1X1X_A_D", "1B3S_A_D", "1B2U_A_D", "1B2S_A_D", "1BRS_A_D"),
     "C. thermophilum YTM1": ("5CXB_A_B", "5CYK_A_B"),
@@ -181,6 +185,9 @@ class Interfaces(SuiteDataModule):
         self.labels_per_interface = labels_per_interface
         self.residues_per_chain = residues_per_chain
         self.group_names: list[str] = []
+        # of a case study: known improving mutations, and those whose ranks are listed
+        self.improving: list[str] = []
+        self.reported: list[str] = []
         self.potts: PottsInterfaces | None = None
         self._ready = False
 
@@ -297,8 +304,11 @@ class Interfaces(SuiteDataModule):
         name, file, partners = CASES[self.task]
         structure = parse_structure(asset(f"{name}.pdb.gz").read_bytes(), f"{name}.pdb.gz")
         table = residue_table(structure)
-        mutations = pd.read_csv(asset(file))["Mutation(s)"].tolist()
-        labels = [Label(parse_mutation(text)) for text in mutations]
+        frame = pd.read_csv(asset(file))
+        labels = [Label(parse_mutation(text)) for text in frame["Mutation(s)"]]
+        known, listed = CASE_COLUMNS[self.task]
+        self.improving = frame["Mutation(s)"][frame[known].astype(bool)].tolist()
+        self.reported = frame["Mutation(s)"][frame[listed].astype(bool)].tolist()
         self.predict_set = self.test_set = InterfaceSet([self._entry(table, labels, partners)])
         self.group_names = [name]
 

@@ -222,7 +222,9 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], source: str = "
     Raises:
         ValueError: listing the first keys that are missing or have another shape.
     """
-    state = from_published(state) if is_published(state) else dict(state)
+    if is_published(state):
+        state = from_published(state)
+    state = {key.removeprefix("network."): value for key, value in state.items()}
     wanted = {k: v for k, v in module.state_dict().items() if k.startswith(("encoder.", "classifier."))}
     unused = [key for key in state if key.startswith(("encoder.", "classifier.")) and key not in wanted]
     problems = [f"{key} is missing" for key in wanted if key not in state]
@@ -267,7 +269,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     except (RuntimeError, EOFError) as error:
         raise ValueError(f"{path} can't be read as a PyTorch checkpoint: {error}") from error
     state = content.get("state_dict", content) if isinstance(content, dict) else {}
-    if not any(key.removeprefix("model.").startswith("encoder.") for key in state):
+    prefixes = ("encoder.", "model.encoder.", "network.encoder.")
+    if not any(key.startswith(prefixes) for key in state):
         raise ValueError(f"{path} has no encoder weights")
     return dict(state)
 

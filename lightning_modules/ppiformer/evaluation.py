@@ -17,8 +17,6 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 Floats = NDArray[np.float64]
 METRICS = ("Spearman", "Pearson", "Precision", "Recall", "ROC AUC", "PR AUC", "MAE", "RMSE")
@@ -122,68 +120,6 @@ def evaluate(
             name: mean([float(np.round(value, 2)) for value in values]) for name, values in table.items()
         },
     }
-
-
-class GroupedDDG(Metric):
-    """Metrics per complex over all rows of all ranks, computed once at the end of an epoch.
-
-    Averages of per-batch correlations are another quantity: so rows are kept, not values.
-
-    Args:
-        minimum: groups with fewer mutations don't count. The published value in training is 10.
-        thresholds: ddG below which a mutation counts as improving, for precision and recall.
-    """
-
-    full_state_update = False
-    predicted: list[Tensor]
-    target: list[Tensor]
-    group: list[Tensor]
-
-    def __init__(self, minimum: int = 1, thresholds: Sequence[float] = (0.0,)) -> None:
-        super().__init__()
-        self.minimum, self.thresholds = minimum, tuple(thresholds)
-        for name in ("predicted", "target", "group"):
-            self.add_state(name, default=[], dist_reduce_fx="cat")
-
-    def update(self, predicted: Tensor, target: Tensor, group: Tensor) -> None:
-        """Add (rows,) predictions, labels and group numbers."""
-        self.predicted.append(predicted.detach().double().cpu())
-        self.target.append(target.detach().double().cpu())
-        self.group.append(group.detach().cpu())
-
-    def rows(self) -> tuple[Floats, Floats, NDArray[np.int64]]:
-        """All rows, sorted by group, label and prediction: independent of the order of ranks."""
-        if not self.predicted:
-            empty = np.zeros(0)
-            return empty, empty, np.zeros(0, dtype=np.int64)
-        p, t, g = (dim_zero_cat(x).cpu().numpy() for x in (self.predicted, self.target, self.group))
-        order = np.lexsort((p, t, g))
-        return p[order], t[order], g[order]
-
-    def compute(self) -> dict[str, float]:
-        """Means over groups under lower-case names, and `mutations` and `groups`."""
-        predicted, target, group = self.rows()
-        known = np.isfinite(target)
-        predicted, target, group = predicted[known], target[known], group[known]
-        result = {"mutations": float(len(target))}
-        if not len(target):
-            return result
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # small complexes: the mean leaves NaN out
-            block = evaluate(predicted, target, group, self.minimum)
-            extra = {
-                value: evaluate(predicted, target, group, self.minimum, value)["averaged"]
-                for value in self.thresholds
-                if value != 0
-            }
-        result["groups"] = float(len(block["per_group"]))
-        if not block["per_group"]:
-            return result
-        result |= {name.lower().replace(" ", "_"): v for name, v in block["averaged"].items()}
-        for value, metrics in extra.items():
-            for name in ("Precision", "Recall"):
-                result[f"{name.lower()}@{value:g}"] = metrics[name]
-        return result
 
 
 def design_table(

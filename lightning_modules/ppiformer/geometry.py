@@ -6,6 +6,7 @@ layers and, in a mutation scan, by all variants.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -131,3 +132,29 @@ def build_geometry(
     attends = exists if reference_attention else within
     by_sender, slot = group_by_sender(neighbors, attends)
     return Geometry(neighbors, attends, within, distance, unit, by_sender, slot)
+
+
+def neighbors_within(
+    position: Tensor, part: Tensor, ptr: Sequence[int], k: int = 10
+) -> tuple[Tensor, Tensor]:
+    """Nearest neighbours among the residues of the same part of the same graph.
+
+    With the binding sides as parts this is the graph of the partners alone, unbound.
+
+    Args:
+        position: (nodes, 3) in A.
+        part: (nodes,) int64.
+        ptr: first node of every graph, and the number of nodes at the end.
+        k: neighbours per residue.
+
+    Returns:
+        As `nearest_neighbors`, with indices into the batch.
+    """
+    neighbors = torch.empty(len(part), k, dtype=torch.int64, device=part.device)
+    exists = torch.zeros(len(part), k, dtype=torch.bool, device=part.device)
+    for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
+        for value in torch.unique(part[start:stop]):
+            rows = start + (part[start:stop] == value).nonzero()[:, 0]
+            local, found = nearest_neighbors(position[rows], k)
+            neighbors[rows], exists[rows] = rows[local], found
+    return neighbors, exists

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,24 @@ class MutationBatch(Protocol):
     point_type: Tensor
     point_mutation: Tensor
     mutation_graph: Tensor
+
+
+class Mutations(NamedTuple):
+    """Mutations without a data set around them; the fields of `MutationBatch`."""
+
+    types: Tensor
+    point_node: Tensor
+    point_type: Tensor
+    point_mutation: Tensor
+    mutation_graph: Tensor
+
+    @classmethod
+    def of(cls, types: Tensor, mutations: Sequence[Iterable[tuple[int, int]]]) -> Mutations:
+        """Mutations of one graph, each a collection of (node, mutant type)."""
+        points = [(n, t, i) for i, points in enumerate(mutations) for n, t in points]
+        columns = torch.tensor(points, dtype=torch.int64, device=types.device).reshape(-1, 3)
+        graph = torch.zeros(len(mutations), dtype=torch.int64, device=types.device)
+        return cls(types, columns[:, 0], columns[:, 1], columns[:, 2], graph)
 
 
 class Variants(NamedTuple):
@@ -96,6 +115,7 @@ def masked_marginals(
     *,
     max_variants: int | None = None,
     grouped: bool = True,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """Sum over the mutated positions of log p(wild type) - log p(mutant), all of them hidden.
 
@@ -108,6 +128,7 @@ def masked_marginals(
         batch: mutations.
         max_variants: variants encoded at once; None all.
         grouped: encode every position set once (false: every mutation, for comparison).
+        hidden: (nodes,) bool, further residues to hide: another context for the same question.
 
     Returns:
         (mutations,), negative = the mutant binds better.
@@ -122,6 +143,8 @@ def masked_marginals(
         here = (of_point >= start) & (of_point < start + size)
         shown = torch.ones(len(types), size, dtype=types.dtype, device=types.device)
         shown[batch.point_node[here], of_point[here] - start] = 0
+        if hidden is not None:
+            shown[hidden] = 0
         embedding = encode(types[:, None, :] * shown[..., None])
         node = batch.point_node[here]
         logits = classifier(embedding[node, of_point[here] - start])
@@ -199,9 +222,26 @@ class AffineCorrection(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.shift = nn.Parameter(torch.zeros(()))
+        # one element instead of none: sharded parameters need a dimension
+        self.scale = nn.Parameter(torch.ones(1))
+        self.shift = nn.Parameter(torch.zeros(1))
 
     def forward(self, ddg: Tensor) -> Tensor:
         """(mutations,) to (mutations,)."""
         return self.scale * ddg + self.shift
+
+
+def reversed_mutations(batch: Any) -> Any:
+    """A copy of a batch with one mutation per interface, going from the mutant back to wild type.
+
+    Raises:
+        ValueError: if an interface carries several mutations, whose contexts would mix.
+    """
+    graphs = batch.mutation_graph
+    if len(torch.unique(graphs)) < len(graphs):
+        raise ValueError("reverse=true needs mutations_per_interface=1 in the data")
+    result = copy.copy(batch)
+    types = batch.types.clone()
+    types[batch.point_node] = batch.point_type
+    result.types, result.point_type = types, batch.types[batch.point_node]
+    return result
