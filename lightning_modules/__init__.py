@@ -10,7 +10,10 @@ PUBLIC_NAMES = {
     "BNGrad": "bngrad",
     "FedRAP": "fedrap",
     "EpsilonScaling": "epsilon_scaling",
+    "DDGPPIformer": "ppiformer",
+    "PPIformer": "ppiformer",
     "PaperModule": "base",
+    "RSO": "rso",
 }
 
 # room -> the extra that it needs
