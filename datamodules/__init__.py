@@ -7,7 +7,9 @@ PUBLIC_NAMES = {
     "Images": "images",
     "IsometryInputs": "isometry_inputs",
     "Interactions": "interactions",
+    "Preferences": "preferences",
     "RegressionStream": "regression_stream",
+    "Interfaces": "interfaces",
     "SuiteDataModule": "base",
 }
 
