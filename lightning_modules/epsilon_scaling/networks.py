@@ -14,20 +14,15 @@ from lightning_modules.components.diffusion.unet_blocks import timestep_embeddin
 
 
 class _Block(nn.Module):
-    """LayerNorm, linear with the embedding added, SiLU, zero-initialised linear; residual."""
+    """Linear, embedding added, SiLU, linear; residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.expand = nn.Linear(width, 2 * width)
-        self.condition = nn.Linear(width, 2 * width)
-        self.activation = nn.SiLU()
-        self.contract = nn.Linear(2 * width, width)
-        nn.init.zeros_(self.contract.weight)
-        nn.init.zeros_(self.contract.bias)
+        self.expand = nn.Linear(width, width)
+        self.contract = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        inner = self.activation(self.expand(self.norm(hidden)) + self.condition(embedding))
+        inner = nn.functional.silu(self.expand(hidden) + embedding)
         out: Tensor = hidden + self.contract(inner)
         return out
 
@@ -54,14 +49,12 @@ class ResidualMLP(nn.Module):
         super().__init__()
         self.out_shape = (out_channels, *image_shape[1:])
         self.width, self.num_classes = width, num_classes
-        self.time_embed = nn.Sequential(
-            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
-        )
+        self.time_embed = nn.Linear(width, width)
         if num_classes is not None:
             self.label_emb = nn.Embedding(num_classes, width)
         self.inlet = nn.Linear(prod(image_shape), width)
         self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
-        self.outlet = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, prod(self.out_shape)))
+        self.outlet = nn.Linear(width, prod(self.out_shape))
 
     def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor | None = None) -> Tensor:
         """Network output ``(n, out_channels, h, w)``.
