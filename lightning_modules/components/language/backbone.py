@@ -1,4 +1,4 @@
-"""One way to get a language model: by hub id, from a folder, or from a config; adapters; big models."""
+"""One way to get a language model: by hub id, from a folder or a config; adapters; big models."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -258,6 +258,22 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     if not found:
         raise ValueError("the backbone has nothing to train: every parameter is frozen")
     return found
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout of the model to 0, those of adapters apart.
+
+    A preference loss compares a policy with a reference; noise in one of them is noise in the
+    margin.
+    """
+    for name, module in model.named_modules():
+        if "lora_" in name:
+            continue
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for option in ("dropout", "attention_dropout", "activation_dropout", "dropout_rate"):
+            if isinstance(getattr(module, option, None), float):
+                setattr(module, option, 0.0)
 
 
 def context_length(model: nn.Module) -> int | None:

@@ -15,16 +15,20 @@ _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's own is arithmetic."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _xor_shift(x: Tensor, spare: Tensor, bits: int) -> Tensor:
+    """Do x ^= x >> bits with a logical shift (torch's own is arithmetic); `spare` is overwritten."""
+    torch.bitwise_right_shift(x, bits, out=spare)
+    spare &= (1 << (64 - bits)) - 1
+    x ^= spare
+    return x
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Finaliser of splitmix64 (Steele, Lea, Flood 2014), on wrapping 64-bit integers."""
-    x = (x ^ _shift(x, 30)) * _FIRST
-    x = (x ^ _shift(x, 27)) * _SECOND
-    return x ^ _shift(x, 31)
+    """Finaliser of splitmix64 (Steele, Lea, Flood 2014), on wrapping integers, in place."""
+    spare = torch.empty_like(x)
+    x = _xor_shift(x, spare, 30).mul_(_FIRST)
+    x = _xor_shift(x, spare, 27).mul_(_SECOND)
+    return _xor_shift(x, spare, 31)
 
 
 def purpose(name: str) -> int:
@@ -44,8 +48,8 @@ def counter_uniform(seed: int, *counters: Tensor | int) -> Tensor:
     state = _mix(torch.tensor(wrapped, dtype=torch.int64, device=device) + _GOLDEN)
     for counter in counters:
         value = torch.as_tensor(counter, device=device).long()
-        state = _mix((state ^ _mix(value + _GOLDEN)) + _GOLDEN)
-    return _shift(state, 11).double() * 2.0**-53
+        state = _mix((state ^ _mix(value + _GOLDEN)).add_(_GOLDEN))
+    return state.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
 def counter_shuffle(seed: int, rows: Tensor, length: int) -> Tensor:

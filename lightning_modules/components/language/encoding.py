@@ -252,6 +252,7 @@ class PreferenceCollator:
     pad_id: int
 
     def __call__(self, rows: Sequence[PairRecord]) -> PreferenceBatch:
+        """Collate."""
         prompts = [row["prompt"] for row in rows]
         both = join(
             prompts * 2,
@@ -286,6 +287,7 @@ class PromptCollator:
     pad_id: int
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
+        """Collate."""
         prompts, mask = pad([row["prompt"] for row in rows], self.pad_id, left=True)
         target, target_mask = pad([row.get("response", ()) for row in rows], self.pad_id)
         index = torch.tensor([row.get("index", i) for i, row in enumerate(rows)])
@@ -299,6 +301,7 @@ class SupervisedCollator:
     pad_id: int
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> SupervisedBatch:
+        """Collate."""
         index = torch.tensor([row.get("index", i) for i, row in enumerate(rows)])
         parts = join(
             [row["prompt"] for row in rows], [row["response"] for row in rows], self.pad_id

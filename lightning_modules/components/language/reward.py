@@ -21,7 +21,13 @@ PromptBuilder = Callable[[Ids, Ids, Any], Sequence[int]]
 
 
 class Reward(Protocol):
-    """What samplers and evaluations ask of a reward."""
+    """What samplers and evaluations ask of a reward.
+
+    Attributes:
+        needs_baseline: Whether `score` compares with a baseline response and cannot do without.
+    """
+
+    needs_baseline: bool
 
     def score(
         self,
@@ -70,6 +76,8 @@ class ScalarReward(nn.Module):
         batch_size: Rows per forward pass when scoring.
         init: `zero` weights (every reward 0) or torch's `default` of a linear layer.
     """
+
+    needs_baseline = False
 
     def __init__(
         self,
@@ -205,6 +213,8 @@ class PairwiseReward(nn.Module):
         batch_size: Rows per forward pass when scoring.
     """
 
+    needs_baseline = True
+
     def __init__(
         self,
         backbone: nn.Module,
@@ -221,7 +231,7 @@ class PairwiseReward(nn.Module):
         self.batch_size = batch_size
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """log p(A) - log p(B), `(rows,)`: from two logits, so it is never infinite."""
+        """Log-odds log p(A) - log p(B), `(rows,)`: from two logits, so it is never infinite."""
         state = last_hidden(self.backbone, input_ids, attention_mask)
         head = unwrap(self.backbone).get_output_embeddings()  # type: ignore[operator]
         logits = head(state).to(torch.promote_types(state.dtype, torch.float32))
@@ -237,7 +247,7 @@ class PairwiseReward(nn.Module):
     def preference_logit(
         self, prompts: Sequence[Ids], first: Sequence[Ids], second: Sequence[Ids]
     ) -> Tensor:
-        """logit rho(x, y1, y2), `(rows,)`; the mean of both orders with `swap`."""
+        """Log-odds of rho(x, y1, y2), `(rows,)`; the mean of both orders with `swap`."""
         parts = []
         for i in range(0, len(prompts), self.batch_size):
             take = slice(i, i + self.batch_size)
@@ -287,7 +297,7 @@ class PairwiseReward(nn.Module):
 
 
 def logit(probability: Tensor) -> Tensor:
-    """log p - log(1 - p)."""
+    """Log-odds log p - log(1 - p)."""
     return torch.special.logit(probability)
 
 
@@ -322,6 +332,7 @@ class EnsembleReward(nn.Module):
             raise ValueError(f"caution must be >= 0, got {caution}")
         self.members = nn.ModuleList(members)
         self.caution = caution
+        self.needs_baseline = any(getattr(m, "needs_baseline", False) for m in members)
 
     def _lower(self, values: list[Tensor]) -> Tensor:
         stacked = torch.stack(values)

@@ -1,4 +1,4 @@
-"""Sampling responses with the KV cache; a prompt's candidates do not depend on who else is drawn."""
+"""Sampling with the KV cache; a prompt's candidates do not depend on who else is drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

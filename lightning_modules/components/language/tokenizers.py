@@ -25,8 +25,7 @@ def character_tokenizer(
 
     The ids are 0 pad, 1 EOS, 2 BOS, then `specials`, then `alphabet`.
     """
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-    from tokenizers import decoders
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<eos>", "<bos>", *specials, *alphabet]
