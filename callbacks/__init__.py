@@ -10,10 +10,12 @@ PUBLIC_NAMES = {
     "EarlyStop": "early_stop",
     "Figures": "figures",
     "GradientNorms": "gradient_norms",
+    "IterativeRSO": "iterative_rso",
     "PredictionFiles": "predictions",
     "PrivacyBudget": "privacy_budget",
     "PrivateGradients": "private_gradients",
     "Regularization": "regularization",
+    "RewardModelSelection": "reward_model_selection",
     "SignalPropagation": "signal_propagation",
     "StepSeed": "step_seed",
 }
