@@ -150,6 +150,11 @@ class Preferences(SuiteDataModule):
         return self.toy.max_new_tokens if self.toy else None
 
     @property
+    def comparison_template(self) -> dict[str, Any] | None:
+        """How a synthetic source puts two responses side by side."""
+        return self.toy.comparison_template if self.toy else None
+
+    @property
     def has_gold(self) -> bool:
         """Whether the true reward is known."""
         return self.toy is not None

@@ -21,8 +21,10 @@ class Task:
         pad: Padding id.
         allowed: Ids that a policy may emit; None for all.
         max_new_tokens: Longest response.
+        comparison_template: Ids of a `ComparisonTemplate`, or None.
     """
 
+    comparison_template: dict[str, Any] | None = None
     tokenizer: Any = None
     eos: int = 0
     pad: int = 0
@@ -177,9 +179,20 @@ class LengthTarget(Task):
             raise ValueError(f"broad must be in [0, 1], got {broad}")
         self.targets, self.broad = tuple(targets), broad
         keys = [f"<k{k}>" for k in range(len(self.targets))]
-        self.tokenizer = character_tokenizer("abcd", specials=keys)
+        marks = ["<first>", "<second>", "<answer>", "<A>", "<B>"]
+        self.tokenizer = character_tokenizer("abcd", specials=[*keys, *marks])
         self.eos, self.pad = 1, 0
-        self.first_key, self.first_letter = 3, 3 + len(keys)
+        self.first_key = 3
+        first, second, answer, label_a, label_b = range(3 + len(keys), 8 + len(keys))
+        self.comparison_template = {
+            "context": [],
+            "first": [first],
+            "second": [second],
+            "answer": [answer],
+            "label_a": label_a,
+            "label_b": label_b,
+        }
+        self.first_letter = 8 + len(keys)
         self.allowed = [self.eos, *range(self.first_letter, self.first_letter + 4)]
         self.max_new_tokens = 16
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Judge = Callable[[str, str, str], float]
-"""(prompt, first response, second response) to a score: 1 the first is better, 0 the other, ½ tie."""
+"""(prompt, first response, second response) to a score: 1 the first is better, 0 not, ½ tie."""
 
 
 def win_rate(logit: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def wins(
     responses: Sequence[Ids],
     opponents: Sequence[Ids],
 ) -> Tensor:
-    """Whether a reward prefers the responses to their opponents, both orders averaged, `(rows,)`."""
+    """Whether a reward prefers responses to their opponents, both orders averaged, `(rows,)`."""
     forward = reward.preference_logit(prompts, responses, opponents)
     backward = reward.preference_logit(prompts, opponents, responses)
     return win_rate(0.5 * (forward - backward))

@@ -1,34 +1,22 @@
 """Preference optimisation: RSO, and by its settings DPO, SLiC, IPO, RAFT and ReST."""
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
-from torchmetrics import MeanMetric
+from torch import nn
 
-from lightning_modules.base import PaperModule, global_seed
-from lightning_modules.components.language.backbone import adapters_off, has_adapters, trainable
-from lightning_modules.components.language.encoding import (
-    PairRecord,
-    PreferenceBatch,
-    PreferenceCollator,
-    unpad,
-)
+from lightning_modules.base import global_seed
+from lightning_modules.components.language.encoding import PairRecord, unpad
 from lightning_modules.components.language.reference import (
     data_fingerprint,
     model_fingerprint,
     tokenizer_fingerprint,
 )
 from lightning_modules.components.language.rollouts import Sampling
-from lightning_modules.components.language.sharding import shard_language_model
 from lightning_modules.rso.candidates import (
     PairOptions,
     PairStatistics,
@@ -36,33 +24,12 @@ from lightning_modules.rso.candidates import (
     make_pairs,
     select_candidates,
 )
-from lightning_modules.rso.evaluation import overoptimisation_curve
-from lightning_modules.rso.evaluator import METRICS, evaluate_policy
-from lightning_modules.rso.losses import (
-    check_loss,
-    implicit_reward,
-    pair_weights,
-    preference_loss,
-)
-from lightning_modules.rso.pipeline import (
-    MadePairs,
-    PairPipeline,
-    Provenance,
-    split_over_ranks,
-    write_pairs,
-)
-from lightning_modules.rso.policies import Policy, build_policy
-from lightning_modules.rso.reference_scores import ReferenceScores, pack, unpack
-from lightning_modules.rso.reward_source import load_reward
-from lightning_modules.rso.stages import ask_tokens, token_lists
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Reference = Literal["precomputed", "copy", "adapter_off"]
+from lightning_modules.rso.pipeline import MadePairs, PairPipeline, Provenance, write_pairs
+from lightning_modules.rso.preference import PreferenceModule, Reference
+from lightning_modules.rso.reference_scores import pack, unpack
 
 
-class RSO(PaperModule):
+class RSO(PreferenceModule):
     """Fits a policy to preference pairs, which it may first make itself by rejection sampling.
 
     The data module gives human pairs and prompts. With `pair_source=direct` the policy is fitted to
@@ -71,12 +38,7 @@ class RSO(PaperModule):
     all of them or those that look like draws of the KL-regularised optimal policy, and labels pairs
     with the reward. `raft` and `rest` make supervised targets for `loss=cross_entropy`.
 
-    Logged: `train/preference`, `train/accuracy`, `train/margin`, `train/chosen_logps`,
-    `train/rejected_logps` (both may fall); `val/` the same and `val/loss`; where responses are
-    evaluated `val/proxy_reward`, `val/proxy_win_rate`, `val/gold_reward`, `val/gold_win_rate`
-    (against the chosen response of the held-out pair), `val/kl`, `val/length`, `val/truncated`,
-    `val/objective` = reward - beta KL, with the gold reward where there is one. Every validation
-    value is a mean over samples. Categorical policies are evaluated exactly.
+    What is logged is listed at `PreferenceModule`, and `pairs/...` when pairs are made.
 
     Args:
         policy: `length_tilt`, `length_tilt_quadratic`, `tabular` or `language`.
@@ -124,10 +86,6 @@ class RSO(PaperModule):
         ValueError: An argument is out of range, or two do not go together.
     """
 
-    monitor: ClassVar[str] = "val/loss"
-    mode: ClassVar[Literal["min", "max"]] = "min"
-    default_loss_weights: ClassVar[Mapping[str, float]] = {"preference": 1.0, "sft": 0.0}
-
     def __init__(
         self,
         policy: str = "length_tilt",
@@ -170,13 +128,12 @@ class RSO(PaperModule):
         lr_interval: Literal["step", "epoch"] = "step",
         loss_weights: dict[str, float] | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, loss_weights)
-        check_loss(loss, gamma, label_smoothing)
-        pair_weights(torch.zeros(1), pair_weight)
-        if reference not in ("precomputed", "copy", "adapter_off"):
-            raise ValueError(
-                f"reference must be precomputed, copy or adapter_off, got '{reference}'"
-            )
+        super().__init__(
+            policy, backbone, eos_token_id, pad_token_id, allowed_tokens, loss, gamma,
+            label_smoothing, pair_weight, reference, reference_cache, reward, gold, beta,
+            max_new_tokens, rows, evaluate_every, chunk, optimizer, lr_scheduler, lr_interval,
+            loss_weights,
+        )  # fmt: skip
         if pair_source in ("raft", "rest") and loss != "cross_entropy":
             raise ValueError(
                 f"pair_source={pair_source} makes targets, not pairs: set loss=cross_entropy"
@@ -185,77 +142,21 @@ class RSO(PaperModule):
             raise ValueError(
                 f"pair_source={pair_source} needs reward: a checkpoint of RewardRanking, or oracle"
             )
-        if evaluate_every < 0:
-            raise ValueError(f"evaluate_every must be >= 0, got {evaluate_every}")
         self.options = PairOptions(
             pair_source, sampler, n_candidates, n_select, beta, ranking, label, min_margin,
             deduplicate, correct_proposal, ess_target, length_penalty, rest_threshold,
         )  # fmt: skip
-        self.policy_kind, self.backbone = policy, backbone
-        self.eos_token_id, self.pad_token_id = eos_token_id, pad_token_id
-        self.allowed_tokens = allowed_tokens
-        self.loss_name, self.gamma, self.label_smoothing = loss, gamma, label_smoothing
-        self.pair_weight = pair_weight
-        self.reference_mode = reference
-        self.reward_source, self.gold_source = reward, gold
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.max_new_tokens, self.rows, self.group = max_new_tokens, rows, group
-        self.pairs_dir = pairs_dir
-        self.evaluate_every = evaluate_every
-        self.chunk = chunk
         Sampling(max_new_tokens or 128, temperature, top_k, top_p, rows=rows)
-        self.policy: Policy | None = None
-        self.reference: nn.Module | None = None
-        self.scores = ReferenceScores(reference_cache)
-        self.metrics = nn.ModuleDict(
-            {f"{stage}_{name}": MeanMetric() for stage in ("val", "test") for name in METRICS}
-        )
-        # Not parameters of this module: frozen helpers that no checkpoint should hold.
-        self._frozen: list[nn.Module] = []
-        self._rewards: dict[str, Any] = {}
-        self._tokenizer: Any = None
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.group = group
+        self.pairs_dir = pairs_dir
         self._records: list[PairRecord] | None = None
         self._round = 0
         self._resampling: tuple[int, bool, bool] | None = None
-        self._history: list[dict[str, float]] = []
-        if policy != "language" or (eos_token_id is not None and pad_token_id is not None):
-            self._build()
-
-    # ------------------------------------------------------------------ models
-
-    def _build(self) -> None:
-        """Make the policy, and the frozen copy where one is asked for."""
-        if self.policy is not None:
-            return
-        self.policy = self._fresh_policy()
-        trainable(self.policy)
-        inner: Any = getattr(self.policy, "backbone", self.policy)
-        if self.reference_mode == "adapter_off" and not has_adapters(inner):
-            raise ValueError("reference=adapter_off needs adapters: set backbone.lora")
-        if self.reference_mode == "copy":
-            self.reference = self._fresh_policy().requires_grad_(False).eval()
-
-    def _fresh_policy(self) -> Policy:
-        return build_policy(
-            self.policy_kind, self.backbone, self.eos_token_id, self.pad_token_id,
-            self.allowed_tokens, self.chunk,
-        )  # fmt: skip
 
     def setup(self, stage: str) -> None:
-        """Ask the data module for tokens and rewards; build what could not be built before."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        ask_tokens(self)
-        self._tokenizer = getattr(data, "tokenizer", None)
-        self._build()
-        assert self.policy is not None
-        if self.reference is not None and int(self.training_iterations) == 0:
-            # Weights that the user loaded into the policy by hand are the reference as well.
-            self.reference.load_state_dict(self.policy.state_dict())
-        key = tokenizer_fingerprint(self._tokenizer)
-        self._rewards = {
-            "proxy": load_reward(self.reward_source, data, key),
-            "gold": load_reward(self.gold_source or "oracle", data, key),
-        }
+        """As the base class, and a reward to make pairs with."""
+        super().setup(stage)
         if stage == "fit" and self.options.pair_source != "direct":
             if self._rewards["proxy"] is None:
                 raise ValueError(
@@ -267,104 +168,6 @@ class RSO(PaperModule):
                 f"pairs by {self.options.pair_source}: {decodes} decodes and {calls} calls of the "
                 "reward per prompt"
             )
-
-    def reward_model(self, name: str) -> Any:
-        """The `proxy` or `gold` reward on this module's device, or None."""
-        reward = self._rewards.get(name)
-        return reward.to(self.device) if isinstance(reward, nn.Module) else reward
-
-    def configure_model(self) -> None:
-        """Shard policy and reference under `ModelParallelStrategy` (FSDP2)."""
-        mesh = getattr(self, "_device_mesh", None)
-        for part in (self.policy, self.reference):
-            if part is not None and hasattr(part, "backbone"):
-                shard_language_model(part.backbone, mesh)
-
-    def default_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """AdamW at 1e-6 without weight decay, a usual choice for real models."""
-        return AdamW(parameters, lr=1e-6, weight_decay=0.0)
-
-    # ------------------------------------------------------------------ reference
-
-    def _logps(self, batch: PreferenceBatch, policy: Any = None) -> tuple[Tensor, Tensor]:
-        """Sum log pi of chosen and rejected, each `(batch,)`, by one forward pass of 2 x batch rows."""
-        policy = policy or self.policy
-        total = policy.sequence_logprobs(
-            torch.cat([batch.chosen_input_ids, batch.rejected_input_ids]),
-            torch.cat([batch.chosen_attention_mask, batch.rejected_attention_mask]),
-            torch.cat([batch.chosen_labels, batch.rejected_labels]),
-        ).total
-        chosen, rejected = total.chunk(2)
-        return chosen, rejected
-
-    @contextmanager
-    def live_reference(self) -> Iterator[Any]:
-        """The frozen policy: the copy, the model without adapters, or rebuilt from its source.
-
-        Raises:
-            ValueError: The rebuilt model is not the one that training started from.
-        """
-        assert self.policy is not None
-        if self.reference is not None:
-            yield self.reference
-        elif self.reference_mode == "adapter_off":
-            with adapters_off(cast(Any, self.policy).backbone):
-                yield self.policy
-        else:
-            yield self._rebuilt_reference()
-
-    def _rebuilt_reference(self) -> nn.Module:
-        if not self._frozen:
-            assert self.policy is not None
-            mesh = getattr(self, "_device_mesh", None)
-            frozen: Any
-            if int(self.training_iterations) == 0 and mesh is None:
-                frozen = copy.deepcopy(self.policy)
-            else:
-                frozen = self._fresh_policy().to(self.device)
-                if hasattr(frozen, "backbone"):
-                    shard_language_model(frozen.backbone, mesh)
-            frozen = frozen.requires_grad_(False).eval()
-            self.scores.check_model(model_fingerprint(frozen))
-            self._frozen = [frozen]
-        return self._frozen[0]
-
-    @torch.no_grad()
-    def reference_logps(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-        """Take log pi_sft as given in the batch, else by a forward pass without gradient."""
-        if not bool(batch.ref_chosen_logps.isnan().any() | batch.ref_rejected_logps.isnan().any()):
-            return batch.ref_chosen_logps, batch.ref_rejected_logps
-        with self.live_reference() as policy:
-            return self._logps(batch, policy)
-
-    @torch.no_grad()
-    def _score_records(self, records: list[PairRecord]) -> tuple[Tensor, Tensor]:
-        """Reference log-probabilities of all records, the work split over processes."""
-        assert self.pad_token_id is not None
-        collate = PreferenceCollator(self.pad_token_id)
-        size = max(1, self.rows // 2)
-        groups = [records[i : i + size] for i in range(0, len(records), size)]
-
-        def score(number: int) -> list[list[float]]:
-            batch = PreferenceBatch(*(x.to(self.device) for x in collate(groups[number])))
-            # before the first step the policy is the reference
-            if int(self.training_iterations) == 0:
-                chosen, rejected = self._logps(batch)
-            else:
-                with self.live_reference() as policy:
-                    chosen, rejected = self._logps(batch, policy)
-            return [chosen.tolist(), rejected.tolist()]
-
-        done = split_over_ranks(len(groups), score, getattr(self, "_device_mesh", None) is not None)
-        columns = [[v for part in done for v in part[side]] for side in (0, 1)]
-        return torch.tensor(columns[0]), torch.tensor(columns[1])
-
-    def _reference_key(self) -> str:
-        if int(self.training_iterations) == 0:
-            assert self.policy is not None
-            return model_fingerprint(self.policy)
-        with self.live_reference() as policy:
-            return model_fingerprint(policy)
 
     # ------------------------------------------------------------------ pairs
 
@@ -389,19 +192,12 @@ class RSO(PaperModule):
     ) -> list[PairRecord]:
         """Called by the data module before it builds a loader of pairs.
 
-        Makes the training pairs, unless human ones are used, and adds the reference's
-        log-probabilities to every record.
+        Makes the training pairs, unless human ones are used; the base class then adds the
+        reference's log-probabilities.
         """
         if split == "train" and self.options.pair_source != "direct":
             records = self._training_pairs(datamodule)
-        if self.reference_mode != "precomputed":
-            return records
-        if not self.scores.model:
-            self.scores.model = self._reference_key()
-        return self.scores.attach(
-            records, split, self._score_records, self._reference_key,
-            tokenizer_fingerprint(self._tokenizer),
-        )  # fmt: skip
+        return super().prepare_pairs(records, split, datamodule)
 
     def _training_pairs(self, datamodule: Any) -> list[PairRecord]:
         """Pairs of the present round; the same list until the next one begins."""
@@ -458,97 +254,10 @@ class RSO(PaperModule):
             write_pairs(folder / "pairs.jsonl", made, decode)
         return made
 
-    def sampling(self, temperature: float | None = None) -> Sampling:
-        """How candidates are drawn; at a given temperature without top-k and top-p."""
+    def sampling(self) -> Sampling:
+        """How candidates are drawn."""
         longest = self.max_new_tokens or 128
-        if temperature is not None:
-            return Sampling(longest, temperature, rows=self.rows)
         return Sampling(longest, self.temperature, self.top_k, self.top_p, rows=self.rows)
-
-    # ------------------------------------------------------------------ training
-
-    def _pair_terms(self, batch: PreferenceBatch) -> dict[str, Tensor]:
-        """Loss and what is logged of every pair, each `(batch,)`."""
-        chosen, rejected = self._logps(batch)
-        ref_chosen, ref_rejected = self.reference_logps(batch)
-        ref_chosen, ref_rejected = ref_chosen.to(chosen), ref_rejected.to(chosen)
-        losses = preference_loss(
-            self.loss_name, chosen, rejected, ref_chosen, ref_rejected, self.gamma,
-            self.label_smoothing,
-        )  # fmt: skip
-        implied = implicit_reward(chosen, rejected, ref_chosen, ref_rejected, self.gamma)
-        return {
-            "loss": losses * pair_weights(batch.margin, self.pair_weight),
-            "nll": -chosen,
-            "accuracy": implied.accuracy,
-            "margin": implied.margin,
-            "chosen_reward": implied.chosen,
-            "rejected_reward": implied.rejected,
-            "chosen_logps": chosen.detach(),
-            "rejected_logps": rejected.detach(),
-        }
-
-    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
-        """Mean pair loss, and SLiC's regulariser with the weight `loss_weights.sft`."""
-        terms = self._pair_terms(batch)
-        for name, value in terms.items():
-            if name not in ("loss", "nll"):
-                self.log(f"train/{name}", value.mean())
-        return self.objective(preference=terms["loss"].mean(), sft=terms["nll"].mean())
-
-    # ------------------------------------------------------------------ evaluation
-
-    def _evaluate(self, batch: PreferenceBatch, stage: str) -> None:
-        values = self._pair_terms(batch)
-        values.pop("nll")
-        fitting = self.trainer.state.fn == "fit"
-        every = self.evaluate_every
-        if every and not (fitting and self.trainer.current_epoch % every):
-            assert self.policy is not None
-            _, chosen, _ = token_lists(batch)
-            with self.live_reference() as reference:
-                values |= evaluate_policy(
-                    self.policy, reference, self.reward_model("proxy"), self.reward_model("gold"),
-                    batch, chosen, self.options.beta, self.sampling(temperature=1.0),
-                    self.reference_mode == "adapter_off",
-                )  # fmt: skip
-        for name, value in values.items():
-            metric = cast(MeanMetric, self.metrics[f"{stage}_{name}"])
-            metric.update(value.to(self.device))
-            self.log(f"{stage}/{name}", metric, batch_size=len(batch.index))
-
-    def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Held-out pairs, and responses of the policy to their prompts."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """As in validation."""
-        self._evaluate(batch, "test")
-
-    def on_validation_epoch_end(self) -> None:
-        """Keep a point of the over-optimisation curve."""
-        point = {}
-        for name in ("kl", "proxy_reward", "gold_reward"):
-            metric = cast(MeanMetric, self.metrics[f"val_{name}"])
-            if metric.update_called:
-                point[name] = float(metric.compute())
-        if "kl" in point and not self.trainer.sanity_checking:
-            self._history.append(point)
-
-    def figures(self) -> "dict[str, Figure]":
-        """Proxy and gold reward against sqrt(KL)."""
-        points = [p for p in self._history if "proxy_reward" in p or "gold_reward" in p]
-        if not points:
-            return {}
-        first = "proxy_reward" if "proxy_reward" in points[0] else "gold_reward"
-        gold = [p["gold_reward"] for p in points if "gold_reward" in p]
-        return {
-            "overoptimisation": overoptimisation_curve(
-                [p["kl"] for p in points],
-                [p[first] for p in points],
-                gold if first == "proxy_reward" and len(gold) == len(points) else None,
-            )
-        }
 
     @torch.no_grad()
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -609,22 +318,14 @@ class RSO(PaperModule):
     # ------------------------------------------------------------------ checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store this round's pairs and the reference's scores: a resume needs neither model."""
+        """Store this round's pairs: a resume needs neither the sampler nor the reward."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["rso"] = {
-            "round": self._round,
-            "records": None if self._records is None else pack(self._records),
-            "scores": self.scores.state_dict(),
-            "history": [dict(point) for point in self._history],
-        }
+        records = None if self._records is None else pack(self._records)
+        checkpoint["rso"] = {"round": self._round, "records": records}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them."""
         super().on_load_checkpoint(checkpoint)
-        state = checkpoint.get("rso")
-        if state is None:
-            return
-        self._round = state["round"]
-        self._records = None if state["records"] is None else unpack(state["records"])
-        self.scores.load_state_dict(state["scores"])
-        self._history = list(state["history"])
+        if (state := checkpoint.get("rso")) is not None:
+            self._round = state["round"]
+            self._records = None if state["records"] is None else unpack(state["records"])

@@ -227,12 +227,11 @@ def _warn(statistics: PairStatistics, options: PairOptions) -> None:
             "to accept: all there were are used"
         )
     size = means.get("effective_sample_size")
-    if size is not None:
-        if size < 1.5 and options.sampler not in ("best_of_n", "sft"):
-            _say(
-                f"the effective sample size is {size:.2f}: beta={options.beta} is small for these "
-                "rewards and the sampler is close to best_of_n; raise beta or set ess_target"
-            )
+    if size is not None and size < 1.5 and options.sampler not in ("best_of_n", "sft"):
+        _say(
+            f"the effective sample size is {size:.2f}: beta={options.beta} is small for these "
+            "rewards and the sampler is close to best_of_n; raise beta or set ess_target"
+        )
 
 
 def write_pairs(
