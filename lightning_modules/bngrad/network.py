@@ -249,8 +249,8 @@ class DeepBNMLP(nn.Module):
             )
         spread = eps if norm in ("bn", "bn_nocenter", "ln") else (eps or 1e-5)
         smallest = min(gains)
-        if order == "norm_act" and norm != "none" and spread * depth > 0.5 * smallest**2:
-            # each layer shrinks the signal by about 1 - eps / (2 a_l^2)
+        if order == "norm_act" and norm != "none" and spread > 0.1 * smallest**2:
+            # the variance behind a norm settles at 1 - eps / a_l^2, and at 0 once eps exceeds a_l^2
             warnings.warn(
                 f"eps={spread:g} is not small beside the squared gain {smallest**2:.1e} of the "
                 f"last of {depth} blocks, so the signal shrinks to nothing: use norm='bn' with eps at "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -244,29 +244,38 @@ def measure_signals(
         recorder.active = False  # activation checkpointing runs layers again in the backward pass
         if not any(recorder.outputs.values()):
             raise ValueError("nothing to measure: no linear map, norm or activation ran")
-        weights = {
-            layer: submodule.weight
+        maps = {
+            layer: submodule
             for layer, (_, submodule) in recorder.linear_modules.items()
             if isinstance(getattr(submodule, "weight", None), Tensor)
         }
-        norms = _gradient_norms(value, weights)
+        norms = _gradient_norms(value, module, maps)
+        # read after the backward pass, which frees the gathered copies of sharded weights
+        weights: dict[int, Tensor] = {layer: m.weight for layer, m in maps.items()}  # type: ignore[misc]
     return _collect(recorder, weights, norms, nonzero, predict)
 
 
-def _gradient_norms(loss: Tensor, weights: dict[int, Tensor]) -> dict[int, Tensor]:
-    wanted = {layer: w for layer, w in weights.items() if w.requires_grad}
-    if not wanted:
-        return {}
-    gradients: Sequence[Tensor | None]
-    if any(hasattr(w, "full_tensor") for w in wanted.values()):
+def _gradient_norms(
+    loss: Tensor, module: nn.Module, maps: dict[int, nn.Module]
+) -> dict[int, Tensor]:
+    gradients: dict[int, Tensor | None]
+    if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         # the leaves of a sharded network are gathered copies: only backward reaches the shards
         loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [w.grad for w in wanted.values()]
+        gradients = {layer: m.weight.grad for layer, m in maps.items()}  # type: ignore[misc, union-attr]
     else:
-        gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        wanted: dict[int, Tensor] = {
+            layer: m.weight  # type: ignore[misc]
+            for layer, m in maps.items()
+            if m.weight.requires_grad  # type: ignore[union-attr]
+        }
+        if not wanted:
+            return {}
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        gradients = dict(zip(wanted, found, strict=True))
     squares = {
         layer: full(gradient.detach().double().square().sum())
-        for layer, gradient in zip(wanted, gradients, strict=True)
+        for layer, gradient in gradients.items()
         if gradient is not None
     }
     return {layer: square.sqrt() for layer, square in squares.items()}
