@@ -16,7 +16,7 @@ _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def _xor_shift(x: Tensor, spare: Tensor, bits: int) -> Tensor:
-    """Do x ^= x >> bits with a logical shift (torch's own is arithmetic); `spare` is overwritten."""
+    """Do x ^= x >> bits with a logical shift (torch's is arithmetic); `spare` is overwritten."""
     torch.bitwise_right_shift(x, bits, out=spare)
     spare &= (1 << (64 - bits)) - 1
     x ^= spare
