@@ -1,7 +1,7 @@
 """The LightningModule: trains a diffusion model and samples it with scaled noise."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -48,6 +48,7 @@ from lightning_modules.epsilon_scaling.generation import (
     image_grid,
     to_uint8,
 )
+from lightning_modules.epsilon_scaling.lambda_search import golden_section_search, grid_search
 from lightning_modules.epsilon_scaling.networks import BLOCKS, build_network, label_or_null
 from lightning_modules.epsilon_scaling.quality import FeatureRows, quality
 from lightning_modules.epsilon_scaling.schedule import EpsilonSchedule
@@ -304,7 +305,9 @@ class EpsilonScaling(PaperModule):
             raise ValueError(f"samples_per_image must be at least 1, got {self.samples_per_image}")
         if self.num_classes is None and (self.label_dropout or self.guidance == "classifier_free"):
             raise ValueError("label_dropout and classifier_free guidance need num_classes")
-        if self.guidance == "classifier" and self.classifier_args is None:
+        if self.guidance == "classifier" and not (
+            self.classifier_args and self.classifier_checkpoint
+        ):
             raise ValueError("classifier guidance needs classifier_args and classifier_checkpoint")
         if edm and not self.settings.is_edm:
             raise ValueError("prediction 'edm' needs sampler 'heun' or 'euler'")
@@ -550,8 +553,7 @@ class EpsilonScaling(PaperModule):
             raise ValueError("classifier guidance needs num_classes and labels")
         if "classifier" not in self._hidden:
             classifier = ADMClassifier(**(self.classifier_args or {}))
-            if self.classifier_checkpoint:
-                load_adm_checkpoint(self.classifier_checkpoint, classifier)
+            load_adm_checkpoint(str(self.classifier_checkpoint), classifier)
             self._hidden["classifier"] = classifier.eval().requires_grad_(False)
         classifier = self._hidden["classifier"].to(labels.device)
         return classifier_gradient(classifier, labels, self.guidance_scale)
@@ -719,6 +721,21 @@ class EpsilonScaling(PaperModule):
         values = quality(self._hidden["reference"], rows.compute(), "search")
         return values["fd_search"]
 
+    def search_scale(
+        self, low: float, high: float, evaluations: int, candidates: Sequence[float], samples: int
+    ) -> tuple[float, list[tuple[float, float]]]:
+        """Best uniform lambda: of the candidates, or by golden section in [low, high].
+
+        The present schedule's slope and list are given up for it.
+        """
+        objective = partial(self.sample_distance, samples=samples)
+        if candidates:
+            found = grid_search(objective, candidates)
+        else:
+            found = golden_section_search(objective, low, high, evaluations)
+        self.epsilon_slope, self.epsilon_list = 0.0, None
+        return found.best, found.tried
+
     def exposure_bias(self, x0: Tensor, labels: Tensor | None = None) -> ExposureBias:
         """Exposure bias of the present sampler, measured from images ``(n, c, h, w)``.
 
@@ -727,6 +744,8 @@ class EpsilonScaling(PaperModule):
         """
         if self.settings.is_edm:
             raise ValueError("exposure bias is measured with sampler 'ddim' or 'ancestral'")
+        if labels is None and self.num_classes is not None:
+            labels = torch.arange(len(x0), device=x0.device) % self.num_classes
         process = self.diffusion.respace(self.settings.respacing)
         clip = self.settings.clip
         if self.settings.sampler == "ddim":
