@@ -12,7 +12,8 @@ def planted_interactions(
     """Users with hidden tastes choose the items of greatest utility.
 
     The utility of an item is ``2.4 <u, v> / 2`` plus the item's popularity plus Gumbel noise, with
-    standard normal tastes, properties and popularities; a user takes the best items in random order.
+    standard normal tastes, properties and popularities; a user takes the best items in random
+    order.
 
     Args:
         users: Number of users.

@@ -131,9 +131,7 @@ def _first_rows(table: pd.DataFrame) -> pd.DataFrame:
     return ordered.drop_duplicates(["user", "item"]).sort_index()
 
 
-def leave_one_out(
-    data: Interactions, by: str = "time", ties: str = "row", seed: int = 0
-) -> Split:
+def leave_one_out(data: Interactions, by: str = "time", ties: str = "row", seed: int = 0) -> Split:
     """Hold out the latest interaction of every client for test, the second latest for validation.
 
     Args:

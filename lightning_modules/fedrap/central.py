@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 
-from lightning_modules.fedrap.module import RecommenderModule, RoundBatch
 from lightning_modules.fedrap.networks import NETWORKS, CentralScorer
+from lightning_modules.fedrap.recommender import RecommenderModule, RoundBatch
 
 
 class CentralRecommender(RecommenderModule):
@@ -79,9 +79,7 @@ class CentralRecommender(RecommenderModule):
             found = getattr(data, name, None)
             if getattr(self, name) is None:
                 if not found:
-                    raise ValueError(
-                        f"{name} is not known: the datamodule has none, give {name}="
-                    )
+                    raise ValueError(f"{name} is not known: the datamodule has none, give {name}=")
                 self.set_hparam(name, found)
         if self.scorer is None:
             self._build()
@@ -139,6 +137,6 @@ class CentralRecommender(RecommenderModule):
         logits = self.scorer.all_items(client.clamp_min(0))
         if bool((client < 0).any()):
             everyone = torch.arange(self.scorer.n_users, device=client.device)
-            parts = [self.scorer.all_items(part).sum(0) for part in everyone.split(64)]
+            parts = [self.scorer.all_items(part).sum(0) for part in torch.split(everyone, 64)]
             logits[client < 0] = torch.stack(parts).sum(0) / self.scorer.n_users
         return logits

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from lightning_modules.fedrap.aggregation import (
-    SERVERS,
-    ServerOptimizer,
     TableProfile,
     median_change,
     shrink,
@@ -29,81 +26,10 @@ from lightning_modules.fedrap.local_training import (
 )
 from lightning_modules.fedrap.personal_store import DensePersonal, LazyPersonal, Personal
 from lightning_modules.fedrap.schedule import Block, Order, Samples, build_blocks
-
-MODES = (
-    "additive",
-    "global_only",
-    "local_only",
-    "no_independence",
-    "no_sparsity",
-    "central",
-    "pfedrec",
-    "popularity",
-)
+from lightning_modules.fedrap.settings import Federating, RoundReport
 
 # Columns of the record that a round keeps of every client.
 PRESENT, WEIGHT, SCALE, DECAY, SHIFT, LOSS, EPOCHS, NONZERO, THRESHOLD = range(9)
-
-
-@dataclass(frozen=True)
-class Federating:
-    """How the server and the rounds work.
-
-    Args:
-        mode: Which method: ``additive`` (FedRAP), ``global_only`` (shared table, personal user
-            vector), ``local_only`` (nothing is sent), ``no_independence``, ``no_sparsity``,
-            ``central`` (gradients of all clients summed in every step), ``pfedrec`` (personal score
-            function, each client scores with its own fine-tuned table), ``popularity``.
-        server: What is done with the uploads.
-        server_prox: Soft-threshold the new common table (l1 without subgradient).
-        round_decay: Factor on all step sizes after every round.
-        clip: Largest L2 norm of an upload's change, ``None`` for no limit.
-        noise: Standard deviation of the noise on every entry of an upload, over ``clip``.
-        zero_threshold: Entries up to this size count as zero on the wire.
-        block_rows: Padded rows that are trained at once; ``None`` chooses by device.
-    """
-
-    mode: str = "additive"
-    server: ServerOptimizer = field(default_factory=ServerOptimizer)
-    server_prox: bool = False
-    round_decay: float = 0.97
-    clip: float | None = None
-    noise: float = 0.0
-    zero_threshold: float = 1e-4
-    block_rows: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got '{self.mode}'")
-        if self.server.kind not in SERVERS:
-            raise ValueError(f"server must be one of {', '.join(SERVERS)}, got '{self.server.kind}'")
-        if self.noise and self.clip is None:
-            raise ValueError(f"dp_noise={self.noise} needs dp_clip, the largest norm of an upload")
-        if self.clip is not None and self.server.kind == "weighted":
-            raise ValueError(
-                "dp_clip bounds what one client does to a plain mean: use server='mean', "
-                "'fedadam' or 'median' instead of 'weighted'"
-            )
-
-    @property
-    def personal(self) -> bool:
-        """Whether clients train a personal table."""
-        return self.mode not in ("global_only", "pfedrec", "popularity")
-
-    @property
-    def common(self) -> bool:
-        """Whether there is a common table."""
-        return self.mode not in ("local_only", "popularity")
-
-
-class RoundReport(NamedTuple):
-    """What a finished round tells: means over its participants and the traffic."""
-
-    clients: int
-    loss: float
-    epochs_run: float
-    sparsity: float
-    traffic: Traffic
 
 
 class Federation(nn.Module):
@@ -175,6 +101,7 @@ class Federation(nn.Module):
         self.register_buffer("first_moment", torch.zeros(moments, dtype=common.dtype))
         self.register_buffer("second_moment", torch.zeros(moments, dtype=common.dtype))
         self.register_buffer("rounds", torch.zeros((), dtype=torch.int64))
+        self.counts_before = self.item_counts.clone()  # without the present round
         self.uploads: list[tuple[Tensor, Tensor, Tensor]] = []  # only kept for the median
         self._profile: tuple[int, TableProfile] | None = None
 
@@ -353,9 +280,9 @@ class Federation(nn.Module):
         records = reduce(self.round_clients.clone())
         taking_part = torch.nonzero(records[:, PRESENT])[:, 0]
         records = records[taking_part]
-        before = int(self._profile_of_round().above(self.common.new_tensor([
-            self.settings.zero_threshold
-        ])))
+        before = int(
+            self._profile_of_round().above(self.common.new_tensor([self.settings.zero_threshold]))
+        )
         if self.settings.common and len(records):
             change = self._average(records, taking_part, noise, reduce, gather)
             self.common = self.settings.server.apply(
@@ -432,9 +359,7 @@ class Federation(nn.Module):
             return Traffic(0, 0, 0, clients)
         down = encoded_bytes(torch.tensor([nonzeros_down]), entries, value)
         up = encoded_bytes(records[:, NONZERO].long(), entries, value)
-        return Traffic(
-            int(down) * clients, int(up.sum()), 2 * entries * value * clients, clients
-        )
+        return Traffic(int(down) * clients, int(up.sum()), 2 * entries * value * clients, clients)
 
     # ------------------------------------------------------------------ scores
 
@@ -452,7 +377,9 @@ class Federation(nn.Module):
         """
         if self.settings.mode == "popularity":
             return self.item_counts.to(self.common.dtype).expand(len(client), -1)
-        return torch.cat([self._scores(part) for part in client.split(chunk)] or [self.common[:0, 0]])
+        return torch.cat(
+            [self._scores(part) for part in torch.split(client, chunk)] or [self.common[:0, 0]]
+        )
 
     def _scores(self, client: Tensor) -> Tensor:
         known = client >= 0

@@ -12,9 +12,10 @@ from lightning_modules.base import global_seed
 from lightning_modules.components.closed_form import StepCounter, anchor
 from lightning_modules.components.randomness import seed_from
 from lightning_modules.fedrap.communication import Traffic
-from lightning_modules.fedrap.module import RecommenderModule, RoundBatch, sum_over_ranks
 from lightning_modules.fedrap.networks import NeuralFusion
 from lightning_modules.fedrap.objective import cross_entropy
+from lightning_modules.fedrap.ranks import sum_over_ranks
+from lightning_modules.fedrap.recommender import RecommenderModule, RoundBatch
 from lightning_modules.fedrap.schedule import Block, Order, Samples, build_blocks
 
 
@@ -162,7 +163,7 @@ class FedNCF(RecommenderModule):
                 terms = cross_entropy(logits, weight, positive, saturating=False)
                 loss = terms.sum(1) / weight.sum(1)
                 optimizer.zero_grad()
-                loss.sum().backward()
+                loss.sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         if not bool(torch.isfinite(loss).all()):
             first = int(client[~torch.isfinite(loss)][0])
@@ -178,12 +179,12 @@ class FedNCF(RecommenderModule):
         """Every client's own network on its rows: ``(clients, rows)``."""
         network: NeuralFusion = self._network  # type: ignore[assignment]
         sizes = [p.numel() for p in network.parameters()]
-        parts = head.split(sizes, dim=-1)
+        parts = torch.split(head, sizes, dim=-1)
         shaped = {
             name: part.view(*head.shape[:-1], *p.shape)
             for (name, p), part in zip(network.named_parameters(), parts, strict=True)
         }
-        u, v = user.split(self.width, -1), item.split(self.width, -1)
+        u, v = torch.split(user, self.width, -1), torch.split(item, self.width, -1)
 
         def one(parameters: dict[str, Tensor], *embeddings: Tensor) -> Tensor:
             return torch.as_tensor(functional_call(network, parameters, embeddings))
@@ -192,9 +193,7 @@ class FedNCF(RecommenderModule):
 
     def _finish_round(self) -> None:
         several = self.trainer.world_size > 1
-        sums = {
-            name: getattr(self, f"round_{name}") for name in ("user", "item", "head", "client")
-        }
+        sums = {name: getattr(self, f"round_{name}") for name in ("user", "item", "head", "client")}
         if several:
             sums = {name: sum_over_ranks(value) for name, value in sums.items()}
         taking_part = sums["client"][:, 0] > 0
@@ -217,7 +216,7 @@ class FedNCF(RecommenderModule):
             raise ValueError("the model has no sizes yet: give n_users and n_items, or fit it")
         mean = self.user.mean(0)
         parts = []
-        for part in client.split(max(1, math.ceil(2_000_000 / (self.n_items * 128)))):
+        for part in torch.split(client, max(1, math.ceil(2_000_000 / (self.n_items * 128)))):
             user = torch.where((part >= 0)[:, None], self.user[part.clamp_min(0)], mean)
             head = self.head.expand(len(part), -1)
             parts.append(

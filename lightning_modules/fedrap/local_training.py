@@ -8,7 +8,7 @@ decay; they are followed by one factor per client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -62,8 +62,8 @@ class BlockResult(NamedTuple):
 
     ``personal`` and ``common`` are the final rows ``(clients, rows, width)``, ``vector``
     ``(clients, width)``, ``bias``, ``loss`` (running mean of the round) ``(clients,)``,
-    ``epochs_run`` and ``steps`` ``(clients,)`` int64. An untouched entry ``x`` of the personal table
-    ended at ``personal_decay * x`` and one of the common table at
+    ``epochs_run`` and ``steps`` ``(clients,)`` int64. An untouched entry ``x`` of the personal
+    table ended at ``personal_decay * x`` and one of the common table at
     ``sign(x) * max(common_decay * |x| - common_shift, 0)``, all ``(clients,)``.
     """
 
@@ -246,9 +246,7 @@ def _closed_form_step(
         if sign is not None:
             common.addcmul_(sign, (-objective.mu * rate[:, None] * scale)[..., None])
         if apart is not None:
-            common.addcmul_(
-                apart, (-2 * objective.independence * rate[:, None] * scale)[..., None]
-            )
+            common.addcmul_(apart, (-2 * objective.independence * rate[:, None] * scale)[..., None])
         common.baddbmm_((-rate[:, None] * slope)[..., None], vector[:, None])
     if settings.trains_personal:
         rate = step * settings.lr_personal
@@ -275,8 +273,9 @@ def autograd_gradients(
 ) -> _Gradients:
     """Loss and gradients of every client by autograd: any regulariser, any user objective."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_(True) for x in (personal, common, vector, bias)]
-        loss = block_loss(*leaves, weight, positive, mask, objective)
+        leaves = tuple(x.detach().requires_grad_(True) for x in (personal, common, vector, bias))
+        d, c, u, b = leaves
+        loss = block_loss(d, c, u, b, weight, positive, mask, objective)
         if loss.shape != bias.shape:
             raise ValueError(
                 f"objective: it must give one loss per client, shape {tuple(bias.shape)}; "
@@ -284,8 +283,8 @@ def autograd_gradients(
             )
         value = loss.detach()
         if objective.proximal and objective.custom is None and objective.mu:
-            smooth = Objective(**{**objective.__dict__, "regulariser": "none"})
-            loss = block_loss(*leaves, weight, positive, mask, smooth)
+            smooth = replace(objective, regulariser="none")
+            loss = block_loss(d, c, u, b, weight, positive, mask, smooth)
         grads = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
     filled = [
         torch.zeros_like(leaf) if grad is None else grad

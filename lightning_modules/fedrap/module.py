@@ -1,208 +1,35 @@
 """FedRAP: federated recommendation with additive personalisation."""
 
-import csv
-import importlib
 import math
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric
 
-from lightning_modules.base import PaperModule, global_seed
+from lightning_modules.base import global_seed
 from lightning_modules.components.closed_form import StepCounter, anchor
 from lightning_modules.components.randomness import generator_from
-from lightning_modules.fedrap import ranking
+from lightning_modules.fedrap import ranks
 from lightning_modules.fedrap.aggregation import ServerOptimizer
+from lightning_modules.fedrap.arguments import check_at_least, check_choice, imported
 from lightning_modules.fedrap.communication import Traffic
-from lightning_modules.fedrap.federation import MODES, Federating, Federation, RoundReport
+from lightning_modules.fedrap.federation import Federation
 from lightning_modules.fedrap.local_training import LocalTraining
-from lightning_modules.fedrap.objective import (
-    REDUCTIONS,
-    REGULARISERS,
-    SCOPES,
-    ClientObjective,
-    Objective,
-)
+from lightning_modules.fedrap.objective import REDUCTIONS, REGULARISERS, SCOPES, Objective
 from lightning_modules.fedrap.personal_store import STORES, LazyPersonal
 from lightning_modules.fedrap.privacy import gaussian_epsilon, spent_epsilon
+from lightning_modules.fedrap.recommender import RecommenderModule, RoundBatch
 from lightning_modules.fedrap.schedule import Samples, shuffled_order
+from lightning_modules.fedrap.settings import MODES, Federating, RoundReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_BY_CLIENT = ("federation.vector", "federation.bias", "federation.taken_part")
-_TABLE = "federation.personal.table"
-_LAZY = ("federation.personal.scale", "federation.personal.key", "federation.personal.value")
-
-
-class RoundBatch(Protocol):
-    """The fields of a training batch that are read: some clients with their samples."""
-
-    client: Tensor
-    offsets: Tensor
-    positive: Tensor
-    negative: Tensor
-
-
-class HeldOutBatch(Protocol):
-    """The fields of an evaluation batch that are read: some clients with a held-out item."""
-
-    client: Tensor
-    target: Tensor
-    negative: Tensor
-    offsets: Tensor
-    seen: Tensor
-
-
-class Recommendations(NamedTuple):
-    """Top-K lists: ``client`` ``(n,)``, ``item`` and ``score`` (logit) ``(n, top_k)``."""
-
-    client: Tensor
-    item: Tensor
-    score: Tensor
-
-
-class RecommenderModule(PaperModule):
-    """Evaluation and prediction of every recommender with one held-out item per client.
-
-    Logs, for validation and test, ``hr`` and ``ndcg`` with all items as candidates (but those that
-    the batch excludes), and ``hr_paper`` and ``ndcg_paper`` among the batch's sampled negatives.
-    Each is a mean over users; ties count against the held-out item.
-
-    A subclass implements `scores`.
-    """
-
-    monitor: ClassVar[str] = "val/hr"
-    mode: ClassVar[Literal["min", "max"]] = "max"
-
-    def configure_metrics(self, top_k: int) -> None:
-        """Create the metrics."""
-        self.top_k = top_k
-        names = ("hr", "ndcg", "hr_paper", "ndcg_paper")
-        self.metrics = nn.ModuleDict(
-            {f"{stage}_{name}": MeanMetric() for stage in ("val", "heldout", "test") for name in names}
-        )
-
-    def scores(self, client: Tensor) -> Tensor:
-        """Logits ``(clients, items)``."""
-        raise NotImplementedError
-
-    def _evaluate(self, batch: HeldOutBatch, stage: str, name: str) -> Tensor:
-        logits = self.scores(batch.client)
-        items = logits.shape[1]
-        candidates = items - int(batch.offsets.diff().max()) if len(batch.client) else items
-        if self.top_k >= candidates:
-            raise ValueError(
-                f"top_k={self.top_k} must be below the number of candidates, {candidates}"
-            )
-        excluded = ranking.excluded_mask(batch.offsets, batch.seen, items)
-        ranks = {"": ranking.rank_in_catalogue(logits, batch.target, excluded)}
-        if batch.negative.shape[1]:
-            if self.top_k >= batch.negative.shape[1] + 1:
-                raise ValueError(
-                    f"top_k={self.top_k} must be below the number of sampled candidates, "
-                    f"{batch.negative.shape[1] + 1}: raise eval_negatives or lower top_k"
-                )
-            ranks["_paper"] = ranking.rank_among(
-                logits.gather(1, batch.target[:, None])[:, 0], logits.gather(1, batch.negative)
-            )
-        for suffix, rank in ranks.items():
-            for metric, values in (
-                ("hr", ranking.hits(rank, self.top_k)),
-                ("ndcg", ranking.gains(rank, self.top_k)),
-            ):
-                key = f"{stage}_{metric}{suffix}"
-                self.metrics[key].update(values.float())  # type: ignore[operator]
-                self.log(
-                    f"{name}/{metric}{suffix}",
-                    self.metrics[key],  # type: ignore[arg-type]
-                    on_step=False,
-                    on_epoch=True,
-                    batch_size=len(batch.client),
-                    add_dataloader_idx=False,
-                )
-        return ranks[""]
-
-    def validation_step(
-        self, batch: HeldOutBatch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Rank the validation items; a second loader holds the test items (``val_on_test/``)."""
-        if dataloader_idx:
-            self._evaluate(batch, "heldout", "val_on_test")
-        else:
-            self._evaluate(batch, "val", "val")
-
-    def test_step(self, batch: HeldOutBatch, batch_idx: int) -> None:
-        """Rank the test items."""
-        self._test_ranks.append((batch.target.cpu(), self._evaluate(batch, "test", "test").cpu()))
-
-    def on_test_epoch_start(self) -> None:
-        """Start collecting ranks for the interval."""
-        self._test_ranks: list[tuple[Tensor, Tensor]] = []
-
-    def on_test_epoch_end(self) -> None:
-        """Bootstrap interval over users and hit rates of popular and rare targets."""
-        if self.trainer.world_size > 1 or not self._test_ranks:
-            return
-        target, rank = (torch.cat(parts) for parts in zip(*self._test_ranks, strict=True))
-        hit = ranking.hits(rank, self.top_k)
-        low, high = ranking.bootstrap_interval(hit)
-        values = {"test/hr_low": low, "test/hr_high": high}
-        counts = getattr(getattr(self.trainer, "datamodule", None), "item_counts", None)
-        if counts is not None:
-            of_target = torch.as_tensor(counts)[target]
-            rare = of_target <= of_target.median()
-            for name, part in (("rare", rare), ("popular", ~rare)):
-                if bool(part.any()):
-                    values[f"test/hr_{name}"] = float(hit[part].mean())
-        self.log_dict(values, batch_size=1)
-
-    def predict_step(self, batch: HeldOutBatch, batch_idx: int) -> Recommendations:
-        """Best ``top_k`` items of every client that are not excluded, with their logits."""
-        unknown = int((batch.client < 0).sum())
-        if unknown:
-            rank_zero_warn(
-                f"{unknown} user(s) without training data: they get the common table "
-                "with the mean user vector"
-            )
-        logits = self.scores(batch.client)
-        excluded = ranking.excluded_mask(batch.offsets, batch.seen, logits.shape[1])
-        if self.top_k >= logits.shape[1] - int(excluded.sum(1).max()):
-            raise ValueError(
-                f"top_k={self.top_k} must be below the number of candidates, "
-                f"{logits.shape[1] - int(excluded.sum(1).max())}"
-            )
-        best = logits.masked_fill(excluded, -math.inf).topk(self.top_k, dim=1)
-        return Recommendations(batch.client, best.indices, best.values)
-
-    def write_predictions(self, predictions: list[Any], folder: Path) -> list[Path]:
-        """Write ``recommendations.csv``: user, rank, item, score, with the data's own ids."""
-        data = getattr(self.trainer, "datamodule", None)
-        users, items = getattr(data, "user_ids", None), getattr(data, "item_ids", None)
-        asked = getattr(data, "predict_users", None)
-        path = folder / "recommendations.csv"
-        row = 0
-        with path.open("w", newline="") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(("user", "rank", "item", "score"))
-            for part in predictions:
-                for client, best, score in zip(
-                    part.client.tolist(), part.item.tolist(), part.score.tolist(), strict=True
-                ):
-                    user = client if users is None else users[client]
-                    if client < 0:
-                        user = asked[row] if asked else "unknown"
-                    row += 1
-                    for place, (item, value) in enumerate(zip(best, score, strict=True), 1):
-                        name = item if items is None else items[item]
-                        writer.writerow((user, place, name, f"{value:.6g}"))
-        return [path]
+_PREFIX = "federation."
 
 
 class FedRAP(RecommenderModule):
@@ -322,17 +149,17 @@ class FedRAP(RecommenderModule):
         self.dp_noise, self.dp_delta, self.dp_trust = dp_noise, dp_delta, dp_trust
         self.common_std, self.personal_std = common_std, personal_std
         self.store = store
-        _check_choice("mode", mode, MODES)
-        _check_choice("regulariser", regulariser, REGULARISERS)
-        _check_choice("l1_mode", l1_mode, ("subgradient", "prox", "server_prox"))
-        _check_choice("regulariser_scope", regulariser_scope, SCOPES)
-        _check_choice("regulariser_reduction", regulariser_reduction, REDUCTIONS)
-        _check_choice("store", store, STORES)
-        _check_choice("dp_trust", dp_trust, ("local", "central"))
-        _check_choice("protocol", protocol, ("full", "sampled99"))
-        _check_choice("select_on", select_on, ("val", "test"))
+        check_choice("mode", mode, MODES)
+        check_choice("regulariser", regulariser, REGULARISERS)
+        check_choice("l1_mode", l1_mode, ("subgradient", "prox", "server_prox"))
+        check_choice("regulariser_scope", regulariser_scope, SCOPES)
+        check_choice("regulariser_reduction", regulariser_reduction, REDUCTIONS)
+        check_choice("store", store, STORES)
+        check_choice("dp_trust", dp_trust, ("local", "central"))
+        check_choice("protocol", protocol, ("full", "sampled99"))
+        check_choice("select_on", select_on, ("val", "test"))
         for name, value in self.loss_weights.items():
-            _check_at_least(f"loss_weights.{name}", value, 0.0)
+            check_at_least(f"loss_weights.{name}", value, 0.0)
         for name, number, least in (
             ("n_users", n_users, 1),
             ("n_items", n_items, 2),
@@ -352,7 +179,7 @@ class FedRAP(RecommenderModule):
             ("personal_std", personal_std, 0.0),
             ("zero_threshold", zero_threshold, 0.0),
         ):
-            _check_at_least(name, number, least)
+            check_at_least(name, number, least)
         for name, number in (
             ("step_decay", step_decay),
             ("round_decay", round_decay),
@@ -379,7 +206,7 @@ class FedRAP(RecommenderModule):
                 reduction=regulariser_reduction,
                 saturating=compat,
                 proximal=l1_mode == "prox",
-                custom=None if custom_objective is None else _imported(custom_objective),
+                custom=None if custom_objective is None else imported(custom_objective),
             ),
             lr_network=lr_network,
             lr_common=lr_item,
@@ -403,9 +230,9 @@ class FedRAP(RecommenderModule):
         )
         monitored = "hr" if protocol == "full" else "hr_paper"
         # Set on the instance: which metric is watched is an argument here.
-        setattr(self, "monitor", f"{'val' if select_on == 'val' else 'val_on_test'}/{monitored}")  # noqa: B010
+        stage = "val" if select_on == "val" else "val_on_test"
+        setattr(self, "monitor", f"{stage}/{monitored}")  # noqa: B010
         self.anchor = anchor()
-        self._counts_before: Tensor | None = None
         self.round_traffic: Traffic | None = None
         self.configure_metrics(top_k)
         self.federation: Federation | None = None
@@ -426,7 +253,10 @@ class FedRAP(RecommenderModule):
         vector = (torch.rand(self.width, generator=draw) * 2 - 1) * bound
         bias = (torch.rand(1, generator=draw) * 2 - 1) * bound
         self.federation = Federation(
-            *(x.to(self.device) for x in (common, personal, vector, bias)),
+            common,
+            personal,
+            vector,
+            bias,
             self.n_users,
             self.federating,
             self.store,
@@ -437,7 +267,7 @@ class FedRAP(RecommenderModule):
         names = [name for name, _ in self.named_buffers() if name.startswith("federation.")]
         self._ddp_params_and_buffers_to_ignore = names
         self.per_rank_state = frozenset(
-            name for name in names if name in (*_BY_CLIENT, _TABLE, *_LAZY)
+            name for name in names if name.removeprefix(_PREFIX) in ranks.PER_RANK
         )
 
     def setup(self, stage: str) -> None:
@@ -461,87 +291,34 @@ class FedRAP(RecommenderModule):
         old = self.federation
         if old is not None and (old.rank, old.world_size) == (rank, world_size):
             return
-        state = None if old is None else self._full_state()
+        state = None if old is None else ranks.whole_state(old)
         self._build(rank, world_size)
         if state is not None:
-            self._load_full(state)
+            self._load_whole(state)
 
-    def _full_state(self) -> dict[str, Tensor]:
-        """State with all clients, in their order; meaningful on rank 0 (collective)."""
+    def _load_whole(self, state: Mapping[str, Tensor]) -> None:
         assert self.federation is not None
-        federation = self.federation
-        if isinstance(federation.personal, LazyPersonal):
-            federation.personal.flush()
-        state = {f"federation.{k}": v for k, v in federation.state_dict().items()}
-        world = federation.world_size
-        if world == 1:
-            return state
-        for name in ("federation.round_rows", "federation.round_clients"):
-            state[name] = sum_over_ranks(state[name])
-        state["federation.item_counts"] = self._all_item_counts()
-        for name in (*_BY_CLIENT, _TABLE, _LAZY[0]):
-            if name in state:
-                state[name] = _interleave(_to_first_rank(state[name]), world)
-        if _LAZY[1] in state:
-            key, value = _to_first_rank(state[_LAZY[1]]), _to_first_rank(state[_LAZY[2]])
-            items = len(federation.common)
-            clients = [(k // items) * world + r for r, k in enumerate(key)]
-            keys = torch.cat([c * items + k % items for c, k in zip(clients, key, strict=True)])
-            order = torch.argsort(keys)
-            state[_LAZY[1]], state[_LAZY[2]] = keys[order], torch.cat(value)[order]
-        return state
+        self.federation.load_state_dict(self._take_part(state))
 
-    def _all_item_counts(self) -> Tensor:
-        """Counts of the finished rounds are equal on all ranks; those of this round are not."""
+    def _take_part(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of a state of all clients, with buffers of the right sizes for it."""
         assert self.federation is not None
-        counts = self.federation.item_counts
-        if self._counts_before is None:
-            return counts
-        return self._counts_before + sum_over_ranks(counts - self._counts_before)
-
-    def _own_part(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank holds of a state with all clients."""
-        assert self.federation is not None
-        rank, world = self.federation.rank, self.federation.world_size
-        part = dict(state)
-        for name in (*_BY_CLIENT, _TABLE, _LAZY[0]):
-            if name in part:
-                part[name] = part[name][rank::world].clone()
-        if _LAZY[1] in part:
-            items = len(self.federation.common)
-            key = part[_LAZY[1]]
-            mine = (key // items) % world == rank
-            key = key[mine]
-            part[_LAZY[1]] = (key // items) // world * items + key % items
-            part[_LAZY[2]] = part[_LAZY[2]][mine]
-        if rank:  # sums over ranks so far count once
-            for name in ("federation.round_rows", "federation.round_clients"):
-                part[name] = torch.zeros_like(part[name])
-        return part
-
-    def _load_full(self, state: Mapping[str, Tensor]) -> None:
-        assert self.federation is not None
-        part = self._own_part(state)
-        self._resize_lazy(part)
-        prefix = "federation."
-        self.federation.load_state_dict(
-            {k.removeprefix(prefix): v for k, v in part.items() if k.startswith(prefix)}
-        )
-
-    def _resize_lazy(self, state: Mapping[str, Tensor]) -> None:
-        """How many rows were touched is part of the state."""
-        assert self.federation is not None
+        part = ranks.own_part(state, self.federation)
+        self.federation.counts_before = part["item_counts"].to(self.device, copy=True)
         store = self.federation.personal
-        if isinstance(store, LazyPersonal) and _LAZY[1] in state:
-            store.key = torch.zeros_like(state[_LAZY[1]], device=store.key.device)
-            store.value = torch.zeros_like(state[_LAZY[2]], device=store.value.device)
+        if isinstance(store, LazyPersonal):
+            # How many rows were touched is part of the state.
+            store.key = torch.zeros_like(part[ranks.KEY], device=store.key.device)
+            store.value = torch.zeros_like(part[ranks.VALUE], device=store.value.device)
+        return part
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store all clients, whichever rank holds them."""
         super().on_save_checkpoint(checkpoint)
         if self.federation is None:
             return
-        checkpoint["state_dict"].update(self._full_state())
+        state = ranks.whole_state(self.federation)
+        checkpoint["state_dict"].update({_PREFIX + name: x for name, x in state.items()})
         if self.federation.uploads:
             if self.federation.world_size > 1:
                 rank_zero_warn(
@@ -554,20 +331,22 @@ class FedRAP(RecommenderModule):
         """Take this rank's clients."""
         if self.federation is None:
             return
-        state = checkpoint["state_dict"]
+        stored = checkpoint["state_dict"]
+        state = {
+            name.removeprefix(_PREFIX): x for name, x in stored.items() if name.startswith(_PREFIX)
+        }
         self._check_sizes(state)
-        part = self._own_part(state)
-        self._resize_lazy(part)
-        checkpoint["state_dict"] = part
-        if "fedrap_uploads" in checkpoint:
+        part = self._take_part(state)
+        checkpoint["state_dict"] = {**stored, **{_PREFIX + name: x for name, x in part.items()}}
+        if "fedrap_uploads" in checkpoint and not self.federation.rank:
             owner, item, rows = checkpoint["fedrap_uploads"]
             self.federation.uploads = [(owner, item, rows)]
 
     def _check_sizes(self, state: Mapping[str, Tensor]) -> None:
         found = {
-            "n_items": state["federation.common"].shape[0],
-            "width": state["federation.common"].shape[1],
-            "n_users": state["federation.round_clients"].shape[0],
+            "n_items": state["common"].shape[0],
+            "width": state["common"].shape[1],
+            "n_users": state["round_clients"].shape[0],
         }
         wrong = [
             f"{name} is {size} in the checkpoint and {getattr(self, name)} here"
@@ -576,15 +355,14 @@ class FedRAP(RecommenderModule):
         ]
         if wrong:
             raise ValueError(f"the checkpoint does not fit: {', '.join(wrong)}")
-        if ("federation.first_moment" in state) and state["federation.first_moment"].shape[0] != (
-            self.federation.first_moment.shape[0]  # type: ignore[union-attr]
-        ):
+        assert self.federation is not None
+        if state["first_moment"].shape != self.federation.first_moment.shape:
             raise ValueError("the checkpoint does not fit: it was written with another server=")
-        lazy = _LAZY[0] in state
-        if (lazy or _TABLE in state) and lazy != (self.store == "lazy"):
+        lazy = ranks.KEY in state
+        if (lazy or "personal.table" in state) and lazy != (self.store == "lazy"):
             raise ValueError(
-                f"the checkpoint does not fit: it was written with store="
-                f"'{'lazy' if lazy else 'dense'}', this is '{self.store}'"
+                "the checkpoint does not fit: it was written with "
+                f"store='{'lazy' if lazy else 'dense'}', this is '{self.store}'"
             )
 
     # ------------------------------------------------------------------ training
@@ -597,7 +375,7 @@ class FedRAP(RecommenderModule):
         """Refuse what has no effect on closed-form updates."""
         super().on_train_start()
         assert self.federation is not None
-        self._counts_before = self.federation.item_counts.clone()
+        self.federation.counts_before = self.federation.item_counts.clone()
         if self._penalties:
             raise ValueError(
                 "penalties registered by a callback do not reach the clients: "
@@ -634,14 +412,12 @@ class FedRAP(RecommenderModule):
     def _local_training(self) -> LocalTraining:
         weights = self.loss_weights if self.curriculum_applies else self.maximum_weights
         settings = self.training_settings
-        objective = Objective(
-            **{
-                **settings.objective.__dict__,
-                "independence": weights["independence"],
-                "sparsity": weights["sparsity"],
-            }
+        objective = replace(
+            settings.objective,
+            independence=weights["independence"],
+            sparsity=weights["sparsity"],
         )
-        return LocalTraining(**{**settings.__dict__, "objective": objective})
+        return replace(settings, objective=objective)
 
     def _finish_round(self) -> None:
         assert self.federation is not None
@@ -651,14 +427,13 @@ class FedRAP(RecommenderModule):
             key = (global_seed(), "fedrap", "noise", int(federation.rounds))
             noise = generator_from(*key, device=self.device)
         several = federation.world_size > 1
-        federation.item_counts.copy_(
-            self._all_item_counts() if several else federation.item_counts
-        )
-        self._counts_before = federation.item_counts.clone()
+        if several:
+            federation.item_counts.copy_(ranks.all_item_counts(federation))
+        federation.counts_before = federation.item_counts.clone()
         report = federation.finish_round(
             noise,
-            sum_over_ranks if several else None,
-            _concatenate_over_ranks if several else None,
+            ranks.sum_over_ranks if several else None,
+            ranks.concatenate_over_ranks if several else None,
         )
         self.round_traffic = report.traffic
         self._log_round(report)
@@ -692,10 +467,10 @@ class FedRAP(RecommenderModule):
     def on_fit_end(self) -> None:
         """Leave a whole model on rank 0."""
         if self.federation is not None and self.federation.world_size > 1:
-            state = self._full_state()
+            state = ranks.whole_state(self.federation)
             if self.global_rank == 0:
                 self._build(0, 1)
-                self._load_full(state)
+                self._load_whole(state)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -728,73 +503,3 @@ class FedRAP(RecommenderModule):
         )
         right.set(title="norm by popularity", xlabel="times seen + 1", xscale="log")
         return {"common_table": figure}
-
-
-def _imported(path: str) -> ClientObjective:
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"custom_objective must be the dotted path of a function or class, got '{path}': {error}"
-        ) from error
-    objective: ClientObjective = found() if isinstance(found, type) else found
-    return objective
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got '{value}'")
-
-
-def _check_at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:
-        raise ValueError(f"{name} must be at least {least:g}, got {value}")
-
-
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Sum of a tensor over all ranks; the argument is left alone."""
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def _lengths(tensor: Tensor) -> list[int]:
-    own = torch.tensor([len(tensor)], device=tensor.device)
-    parts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    return [int(part) for part in parts]
-
-
-def _concatenate_over_ranks(tensor: Tensor) -> Tensor:
-    lengths = _lengths(tensor)
-    padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    parts = [torch.zeros_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
-
-
-def _to_first_rank(tensor: Tensor) -> list[Tensor]:
-    """Every rank's tensor on rank 0, one after the other; elsewhere only one's own."""
-    lengths = _lengths(tensor)
-    numeric = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-    if dist.get_rank():
-        dist.send(numeric.contiguous(), 0)
-        return [tensor]
-    parts = [tensor]
-    for rank, length in enumerate(lengths[1:], 1):
-        part = numeric.new_zeros((length, *tensor.shape[1:]))
-        dist.recv(part, rank)
-        parts.append(part.to(tensor.dtype))
-    return parts
-
-
-def _interleave(parts: list[Tensor], world_size: int) -> Tensor:
-    """Clients ``r, r + world, ...`` of every rank in one order."""
-    if len(parts) < world_size:
-        return parts[0]
-    whole = parts[0].new_zeros((sum(map(len, parts)), *parts[0].shape[1:]))
-    for rank, part in enumerate(parts):
-        whole[rank::world_size] = part
-    return whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,7 @@ class NeuralFusion(nn.Module):
         super().__init__()
         sizes = (2 * width, *hidden)
         layers: list[nn.Module] = []
-        for inside, outside in zip(sizes, sizes[1:], strict=False):
+        for inside, outside in itertools.pairwise(sizes):
             layers += [nn.Linear(inside, outside), nn.ReLU()]
         self.mlp = nn.Sequential(*layers)
         self.output = nn.Linear(width + hidden[-1], 1)
@@ -34,7 +36,8 @@ class NeuralFusion(nn.Module):
     ) -> Tensor:
         """Logits ``(...)`` from four embeddings ``(..., width)``."""
         hidden = self.mlp(torch.cat([user_mlp, item_mlp], -1))
-        return self.output(torch.cat([user_gmf * item_gmf, hidden], -1))[..., 0]
+        fused = torch.cat([user_gmf * item_gmf, hidden], -1)
+        return torch.as_tensor(self.output(fused)[..., 0])
 
 
 class CentralScorer(nn.Module):
@@ -85,14 +88,16 @@ class CentralScorer(nn.Module):
         """Logits of user-item pairs, broadcasting over both."""
         if self.name == "lightgcn":
             vectors = self.graph.get_embedding(self.edge_index)
-            return (vectors[user] * vectors[item + self.n_users]).sum(-1)
+            return torch.as_tensor((vectors[user] * vectors[item + self.n_users]).sum(-1))
         product = self.user(user) * self.item(item)
         if self.name == "gmf":
             return torch.as_tensor(self.output(product)[..., 0])
         if self.name == "neumf":
-            user, item = torch.broadcast_tensors(user, item)
+            user, item = torch.broadcast_tensors(user, item)  # type: ignore[no-untyped-call]
             return torch.as_tensor(
-                self.head(self.user(user), self.user_mlp(user), self.item(item), self.item_mlp(item))
+                self.head(
+                    self.user(user), self.user_mlp(user), self.item(item), self.item_mlp(item)
+                )
             )
         return torch.as_tensor(product.sum(-1) + self.item_bias(item)[..., 0])
 
@@ -101,5 +106,5 @@ class CentralScorer(nn.Module):
         items = torch.arange(self.n_items, device=user.device)
         if self.name == "lightgcn":
             vectors = self.graph.get_embedding(self.edge_index)
-            return vectors[user] @ vectors[self.n_users :].T
+            return torch.as_tensor(vectors[user] @ vectors[self.n_users :].T)
         return self.pairs(user[:, None], items[None])

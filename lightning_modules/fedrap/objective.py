@@ -99,9 +99,10 @@ def cross_entropy(logits: Tensor, weight: Tensor, positive: Tensor, saturating: 
     """
     if saturating:
         probability = torch.sigmoid(logits)
-        log_one = torch.log(probability).clamp_min(-100.0)
-        log_zero = torch.log1p(-probability).clamp_min(-100.0)
-        return -(positive * log_one + (weight - positive) * log_zero)
+        # The library's loss, because its backward pass stays finite at probabilities 0 and 1.
+        one = F.binary_cross_entropy(probability, torch.ones_like(logits), reduction="none")
+        zero = F.binary_cross_entropy(probability, torch.zeros_like(logits), reduction="none")
+        return positive * one + (weight - positive) * zero
     return weight * F.softplus(logits) - positive * logits
 
 

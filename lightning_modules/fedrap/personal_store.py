@@ -55,17 +55,21 @@ class DensePersonal(nn.Module):
         self.register_buffer("table", initial.repeat(clients, 1, 1))
 
     def rows(self, client: Tensor, item: Tensor) -> Tensor:
-        """Rows ``(clients, rows, width)`` of items ``(clients, rows)`` of clients ``(clients,)``."""
+        """Rows ``(clients, rows, width)`` of items ``(clients, rows)`` of ``(clients,)``."""
         return self.table[client[:, None], item]
 
-    def write(self, client: Tensor, item: Tensor, mask: Tensor, rows: Tensor, decay: Tensor) -> None:
+    def write(
+        self, client: Tensor, item: Tensor, mask: Tensor, rows: Tensor, decay: Tensor
+    ) -> None:
         """Shrink the whole tables of some clients by ``decay``, then set their touched rows."""
         if bool((decay != 1).any()):
             chosen = self.table.unbind(0)
             torch._foreach_mul_([chosen[i] for i in client.tolist()], decay.tolist())
         self._set(client, item, mask, rows)
 
-    def replace(self, client: Tensor, base: Tensor, item: Tensor, mask: Tensor, rows: Tensor) -> None:
+    def replace(
+        self, client: Tensor, base: Tensor, item: Tensor, mask: Tensor, rows: Tensor
+    ) -> None:
         """Set whole tables to ``base`` ``(clients, items, width)``, then their touched rows."""
         self.table[client] = base
         self._set(client, item, mask, rows)
@@ -118,7 +122,7 @@ class LazyPersonal(nn.Module):
         self._pending_decay: list[tuple[Tensor, Tensor]] = []
 
     def rows(self, client: Tensor, item: Tensor) -> Tensor:
-        """Rows ``(clients, rows, width)`` of items ``(clients, rows)`` of clients ``(clients,)``.
+        """Rows ``(clients, rows, width)`` of items ``(clients, rows)`` of ``(clients,)``.
 
         What was written since the last merge is not seen: a round reads a client before it writes.
         """
@@ -131,7 +135,9 @@ class LazyPersonal(nn.Module):
         result[found] = self.value[place[found]]
         return result
 
-    def write(self, client: Tensor, item: Tensor, mask: Tensor, rows: Tensor, decay: Tensor) -> None:
+    def write(
+        self, client: Tensor, item: Tensor, mask: Tensor, rows: Tensor, decay: Tensor
+    ) -> None:
         """Shrink the whole tables of some clients by ``decay``, then set their touched rows."""
         self._pending_decay.append((client, decay))
         self._pending.append(((client[:, None] * len(self.initial) + item)[mask], rows[mask]))

@@ -19,7 +19,7 @@ from scipy.optimize import brentq
 from scipy.special import gammaln, logsumexp
 from scipy.stats import norm
 
-ORDERS = tuple(range(2, 65)) + (80, 96, 128, 192, 256, 384, 512)
+ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512)
 
 
 def gaussian_epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
