@@ -152,7 +152,9 @@ class Curriculum(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Outside of ``fit``, set the value that the checkpoint was saved with."""
-        if trainer.state.fn != TrainerFn.FITTING and self._restored:
+        # Evaluation has no objective, nor the terms that another callback adds to it.
+        moved = self._restored and not self.target.startswith("loss_weights.")
+        if trainer.state.fn != TrainerFn.FITTING and moved:
             self._set(pl_module, self._restored["value"])
 
     on_test_start = on_validation_start

@@ -4,8 +4,10 @@ import pickle
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from toy import ToyData
 
 from callbacks import Curriculum, Regularization
 from callbacks.regularization import (
@@ -101,8 +103,6 @@ def test_choice_of_parameters(penalty: ParameterPenalty, names: list[str]) -> No
 
 def _plain_training(module, weight: float, kind: str, batches: int, per_step: int) -> None:
     """The same training without Trainer: one step per ``per_step`` batches."""
-    from toy import ToyData
-
     data = ToyData(batch_size=10)
     data.setup()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
@@ -186,6 +186,22 @@ def test_curriculum_moves_the_strength(fit, watched) -> None:
         max_steps=3,
     )
     assert module.seen == pytest.approx([0.0, 0.1, 0.2])
+
+
+def test_moved_strength_is_no_obstacle_to_evaluation(fit, watched, tmp_path) -> None:
+    def callbacks() -> list[Callback]:
+        return [Regularization("l1"), Curriculum("loss_weights.l1", "tanh", relative=True)]
+
+    fit(watched(), *callbacks(), ModelCheckpoint(tmp_path, "x"), enable_checkpointing=True)
+    tester = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=callbacks(),
+        default_root_dir=tmp_path,
+    )
+    (results,) = tester.test(watched(), ToyData(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+    assert results["test/loss"] > 0
 
 
 def _group_lasso_weight(module) -> float:
