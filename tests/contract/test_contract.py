@@ -15,6 +15,7 @@ import torch
 import yaml
 from interrupt import InterruptedRunError
 from offline_wandb import read_offline_run
+from torchmetrics import Metric
 
 import configs
 from lightning_modules.__main__ import main
@@ -149,7 +150,13 @@ def test_a_checkpoint_alone_is_enough(command: str, trained: Trained, tmp_path: 
 def test_load_from_checkpoint_needs_only_the_path(trained: Trained) -> None:
     cls = type(trained.cli.model)
     loaded = cls.load_from_checkpoint(trained.last, map_location="cpu")
-    assert_same(weights(loaded), trained.weights)
+    # running metrics of the unfinished epoch are in the file and were reset at its end
+    running = [name for name, part in loaded.named_modules() if isinstance(part, Metric)]
+    saved, expected = (
+        {n: v for n, v in state.items() if not n.startswith(tuple(running))}
+        for state in (weights(loaded), trained.weights)
+    )
+    assert_same(saved, expected)
 
 
 @pytest.mark.parametrize("where", ["end", "middle"])
