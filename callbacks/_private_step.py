@@ -81,6 +81,13 @@ class Clipper:
             raise MisconfigurationException(
                 f"ghost clipping has no rule for {', '.join(missing)}: set clipping=vmap"
             )
+        if (clipping == "vmap" or missing) and not (
+            module.automatic_optimization or hasattr(module, "example_losses")
+        ):
+            raise MisconfigurationException(
+                "clipping=vmap with manual optimisation cannot use training_step: give the module "
+                "a method example_losses(batch) -> (batch,)"
+            )
         self.ghost = None if clipping == "vmap" or missing else GhostClipper(module, names)
         self._checked = False
 
@@ -152,10 +159,9 @@ class Clipper:
             gap = (ours - theirs).norm()
             if torch.isfinite(gap) and gap > 1e-2 * theirs.norm() + 1e-5:
                 raise MisconfigurationException(
-                    f"the gradient of {name} does not come from its layer alone (penalty on "
-                    "weights, functional use, or a loss that is not the "
-                    f"{self.loss_reduction} over examples): use clipping=vmap, or set "
-                    "loss_reduction"
+                    f"the gradient of {name} does not come from its layer alone (a penalty on "
+                    "weights, or weights used outside of the layer's forward): move penalties to "
+                    "the optimiser's weight_decay, or use clipping=vmap"
                 )
         self._checked = True
 

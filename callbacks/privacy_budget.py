@@ -29,8 +29,8 @@ class PrivacyBudget(Callback):
 
     Args:
         points: how often in the planned run epsilon is computed, besides every validation.
-        stop_at: stop as long as epsilon is at most this value: when the steps up to the next
-            computation would exceed it. ``None`` never stops.
+        stop_at: stop after the last step at which epsilon is at most this value; ``None`` never
+            stops.
 
     Raises:
         ValueError: an argument is out of range.
@@ -43,6 +43,7 @@ class PrivacyBudget(Callback):
         if stop_at is not None and not stop_at > 0:
             raise ValueError(f"stop_at must be positive, got {stop_at}")
         self.points, self.stop_at = points, stop_at
+        self._last_step: int | None = None
 
     def _source(self, trainer: Trainer) -> SpendsPrivacy:
         for candidate in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
@@ -57,27 +58,44 @@ class PrivacyBudget(Callback):
         """Fail early if there is nothing to watch."""
         self._source(trainer)
 
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Find the last step that the budget allows, once the source is ready."""
+        if self.stop_at is None or self._last_step is not None:
+            return
+        source = self._source(trainer)
+        spent = source.privacy_spent()
+        if spent.step + 1 <= spent.steps and source.privacy_spent(ahead=1).epsilon > self.stop_at:
+            raise MisconfigurationException(
+                f"stop_at={self.stop_at:g} does not allow step {spent.step + 1}, which costs "
+                f"epsilon {source.privacy_spent(ahead=1).epsilon:.4g}: raise it or add noise"
+            )
+        allowed, forbidden = 0, spent.steps - spent.step + 1
+        while forbidden - allowed > 1:
+            middle = (allowed + forbidden) // 2
+            fits = source.privacy_spent(ahead=middle).epsilon <= self.stop_at
+            allowed, forbidden = (middle, forbidden) if fits else (allowed, middle)
+        self._last_step = spent.step + allowed
+        if self._last_step < spent.steps:
+            rank_zero_info(
+                f"training will stop after step {self._last_step} of {spent.steps}, the last one "
+                f"with epsilon at most stop_at={self.stop_at:g}"
+            )
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log at evenly spaced steps, the last one included."""
         step = trainer.global_step
+        if self._last_step is not None and step >= self._last_step:
+            trainer.should_stop = True
         steps = int(trainer.estimated_stepping_batches)
         every = max(1, math.ceil(steps / self.points))
-        if step % every and step != steps and not trainer.is_last_batch:
+        if step % every and step != steps and not (trainer.is_last_batch or trainer.should_stop):
             return
-        source = self._source(trainer)
-        spent = source.privacy_spent()
+        spent = self._source(trainer).privacy_spent()
         pl_module.log("privacy/epsilon", spent.epsilon, on_step=True, on_epoch=False, batch_size=1)
-        if self.stop_at is None or spent.step >= spent.steps:
-            return
-        following = source.privacy_spent(ahead=every).epsilon
-        if following > self.stop_at:
-            rank_zero_info(
-                f"stopped at step {spent.step} with epsilon {spent.epsilon:.4g}: {every} more "
-                f"steps would make it {following:.4g}, above stop_at={self.stop_at:g}"
-            )
-            trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the run cost."""

@@ -89,7 +89,8 @@ class PrivateGradients(Callback):
         sampling: how the datamodule draws batches; must agree with it.
         tail: bounds of the Poisson accountant, see ``PoissonAccountant``.
         clipping: see above.
-        loss_reduction: of ``training_step`` over the local batch, for ``ghost``.
+        loss_reduction: of ``training_step`` over the local batch, for ``ghost``; a wrong value
+            changes at which size gradients are clipped, never the bound on a contribution.
         chunk_size: examples at once for ``vmap``.
         noise_seed: fixes the noise; only with ``allow_deterministic_noise``. Default: a fresh
             secret seed for every run, kept in the checkpoint so that a resumed run continues it.
