@@ -73,7 +73,7 @@ class LambdaSearch(Callback):
         """Search and set the scale."""
         if not isinstance(pl_module, HasSampleDistance):
             raise TypeError(
-                f"LambdaSearch needs a module with search_scale, {type(pl_module).__name__} has none"
+                f"LambdaSearch needs a module with search_scale, not {type(pl_module).__name__}"
             )
         candidates = self.grid if self.method == "grid" else []
         best, self.tried = pl_module.search_scale(
@@ -81,6 +81,6 @@ class LambdaSearch(Callback):
         )
         pl_module.epsilon_scale = best
         rank_zero_info(
-            f"epsilon_scale = {best:.5g}, the best of {len(self.tried)} with {self.samples} samples "
-            "each; chosen on the reference that the test uses"
+            f"epsilon_scale = {best:.5g}, the best of {len(self.tried)} on {self.samples} samples; "
+            "chosen on the reference that the test uses"
         )

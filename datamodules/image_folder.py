@@ -247,9 +247,7 @@ def _codes(names: list[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
     return unique.tolist(), codes.astype(np.int64)
 
 
-def synthetic_images(
-    count: int, side: int, seed: int = 0
-) -> tuple[npt.NDArray[np.uint8], Tensor]:
+def synthetic_images(count: int, side: int, seed: int = 0) -> tuple[npt.NDArray[np.uint8], Tensor]:
     """Discs (class 0) and bars (class 1) of random colour and place on a grey ground.
 
     Returns:

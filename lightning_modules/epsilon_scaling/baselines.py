@@ -27,9 +27,7 @@ def noise_energy(
     for x0, noise in batches:
         for index in range(diffusion.steps):
             x = diffusion.q_sample(x0, index, noise)
-            output, _ = diffusion.split(
-                model(x, diffusion.model_timesteps(index, x)), x.shape[1]
-            )
+            output, _ = diffusion.split(model(x, diffusion.model_timesteps(index, x)), x.shape[1])
             epsilon = diffusion.to_epsilon(output, x, index)
             total[index] += (epsilon.double() ** 2).flatten(1).mean(1).sum().cpu()
         count += len(x0)

@@ -58,8 +58,10 @@ def gaussian_trace(
         raise ValueError("the closed form needs variance 'fixed_small' or 'fixed_large'")
     table = {name: values.numpy() for name, values in diffusion.tables.items()}
     signal, previous = table["alphas_cumprod"], table["alphas_cumprod_prev"]
-    log_name = "log_fixed_large" if diffusion.variance == "fixed_large" else (
-        "posterior_log_variance_clipped"
+    log_name = (
+        "log_fixed_large"
+        if diffusion.variance == "fixed_large"
+        else ("posterior_log_variance_clipped")
     )
     steps = diffusion.steps
     divisor = np.ones(steps) if scales is None else scales.double().numpy()

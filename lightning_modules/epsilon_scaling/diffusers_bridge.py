@@ -55,10 +55,12 @@ class ScaledScheduler:
         self._scheduler.set_timesteps(*args, **kwargs)
         # Heun-like schedulers list a level twice: both evaluations are one step.
         levels = torch.as_tensor(self._scheduler.timesteps).double().cpu()
-        self._levels = levels.unique(sorted=True)
+        self._levels = torch.unique(levels)
         self._scales = self._schedule.scales_or_none(len(self._levels))
 
-    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any) -> Any:
+    def step(
+        self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any
+    ) -> Any:
         """One step with the scaled output; arguments as the wrapped scheduler's.
 
         Raises:

@@ -46,7 +46,8 @@ class ExposureBias(NamedTuple):
 
 
 def _delta(residual: Tensor, noise_std: float) -> Tensor:
-    return (residual.double().std(0, correction=0).mean() - noise_std) ** 2
+    excess = residual.double().std(0, correction=0).mean() - noise_std
+    return excess.square()
 
 
 def _norm(epsilon: Tensor) -> Tensor:
@@ -102,7 +103,9 @@ def measure_exposure_bias(
     return ExposureBias(delta, single, gap, sampling, training, float(true_norm))
 
 
-def matched_schedule(bias: ExposureBias, limits: tuple[float, float] = (0.9, 1.2)) -> EpsilonSchedule:
+def matched_schedule(
+    bias: ExposureBias, limits: tuple[float, float] = (0.9, 1.2)
+) -> EpsilonSchedule:
     """lambda_t = E|eps| in sampling / E|eps| in training, measured without scaling.
 
     An extension of the paper: one run gives a divisor per step, clamped to `limits`.

@@ -51,7 +51,7 @@ class ClassifierFeatures(nn.Module):
         from sklearn.neural_network import MLPClassifier
         from sklearn.utils._testing import ignore_warnings
 
-        if len(y.unique()) < 2:
+        if len(torch.unique(y)) < 2:
             raise ValueError(
                 "feature_network: classifier needs labelled images of two classes or more; "
                 "use 'pixels', 'inception' or your own network"
@@ -109,7 +109,7 @@ class InceptionFeatures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         try:
-            import torch_fidelity  # noqa: F401
+            import torch_fidelity  # type: ignore[import-not-found]  # noqa: F401
             from torchmetrics.image.fid import NoTrainInceptionV3
         except ImportError as error:
             raise ModuleNotFoundError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +85,8 @@ class SamplerSettings:
         return self.edm_steps if self.is_edm else diffusion.respace(self.respacing).steps
 
 
-class PositionNoise(NamedTuple):
+@dataclass(frozen=True)
+class PositionNoise:
     """Noise that belongs to the position of a sample, whoever draws it.
 
     The same positions give the same noise for every lambda (a paired comparison) and for every
@@ -175,7 +175,7 @@ def generate(
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Images ``(n, c, h, w)`` in [-1, 1] as ``(n, h, w, c)`` uint8, truncated like the references."""
+    """Images ``(n, c, h, w)`` in [-1, 1] as ``(n, h, w, c)`` uint8, truncated as is usual."""
     return ((images + 1) * 127.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 

@@ -47,7 +47,9 @@ def golden_section_search(
     if not 0 < low < high:
         raise ValueError(f"need 0 < low < high, got {low} and {high}")
     if evaluations < 4:
-        raise ValueError(f"evaluations must be at least 4 (two ends, two inside), got {evaluations}")
+        raise ValueError(
+            f"evaluations must be at least 4 (two ends, two inside), got {evaluations}"
+        )
     ratio = (5**0.5 - 1) / 2
     tried: list[tuple[float, float]] = []
 

@@ -26,7 +26,8 @@ def frechet_from_moments(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tenso
         cov2: ``(d, d)``.
     """
     root = torch.linalg.eigvals(cov1 @ cov2).sqrt().real.sum()
-    return ((mean1 - mean2) ** 2).sum() + cov1.trace() + cov2.trace() - 2 * root
+    distance: Tensor = ((mean1 - mean2) ** 2).sum() + cov1.trace() + cov2.trace() - 2 * root
+    return distance
 
 
 def moments(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,9 +111,9 @@ def kernel_distance(first: Tensor, second: Tensor) -> float:
 
 
 def inception_score(probabilities: Tensor, split: int = 5000) -> float:
-    """Mean over splits of exp(mean KL(p(y|x) || p(y))), for class probabilities ``(n, classes)``."""
+    """Mean over splits of exp(mean KL(p(y|x) || p(y))), of class probabilities ``(n, k)``."""
     scores = []
-    for rows in probabilities.double().split(split):
+    for rows in torch.split(probabilities.double(), split):
         marginal = rows.mean(0, keepdim=True)
         kl = torch.special.xlogy(rows, rows) - rows * marginal.clamp(min=1e-300).log()
         scores.append(kl.sum(1).mean().exp())

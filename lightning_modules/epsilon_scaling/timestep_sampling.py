@@ -79,7 +79,7 @@ class LossSecondMoment(UniformTimesteps):
         """Remember losses ``(n,)`` in the ring of each timestep ``(n,)``."""
         steps, order = timesteps.to(self.counts.device).sort(stable=True)
         values = losses.to(self.losses)[order]
-        present, times = steps.unique_consecutive(return_counts=True)
+        present, times = torch.unique_consecutive(steps, return_counts=True)
         first = times.cumsum(0) - times
         number = torch.arange(len(steps), device=steps.device) - first.repeat_interleave(times)
         # Only the newest of a step fit into its ring.
