@@ -138,7 +138,7 @@ CASES = [
     dict(objective=Objective(0.01, 0.02, "l1", scope="table")),
     dict(objective=Objective(1e-3, 2e-3, "l2", scope="table", reduction="sum")),
     dict(objective=Objective(1e-3, 2e-3, "l1", reduction="sum", saturating=True)),
-    dict(lr_common=300.0, lr_personal=300.0, objective=Objective(0.0, 0.0, saturating=True)),
+    dict(lr_common=50.0, lr_personal=50.0, objective=Objective(0.0, 0.0, saturating=True)),
 ]
 
 
