@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from callbacks.base import HasLossWeights, HasPenalties
@@ -183,7 +184,8 @@ class Regularization(Callback):
 
     Raises:
         ValueError: for an unknown kind, a negative weight or no patterns; at the start of ``fit``
-            for patterns that match no trainable parameter.
+            for patterns that match no trainable parameter; after the first batch for a method that
+            does not build its loss with ``objective`` (a warning under manual optimisation).
         TypeError: at the start of ``fit`` for a module without ``register_penalty``.
     """
 
@@ -206,6 +208,7 @@ class Regularization(Callback):
         self.weight = weight
         self.name = name or kind
         self._registered = False
+        self._checked = False
 
     @property
     def state_key(self) -> str:
@@ -229,6 +232,23 @@ class Regularization(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the patterns match something, now that the network is built."""
         self.penalty.select(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notice, after the first batch, a method whose loss has no place for further terms."""
+        if self._checked:
+            return
+        self._checked = True
+        if f"train/{self.name}" in trainer.callback_metrics:
+            return
+        message = (
+            f"the penalty {self.name!r} had no effect: {type(pl_module).__name__} "
+            "did not build its loss with objective()"
+        )
+        if pl_module.automatic_optimization:
+            raise ValueError(message)
+        rank_zero_warn(f"{message} in the first batch")
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out that the term was registered: another process has another module."""

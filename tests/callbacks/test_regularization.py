@@ -222,6 +222,29 @@ def test_module_with_penalty_is_picklable_and_fits_twice(fit, watched) -> None:
     fit(watched(), pickle.loads(pickle.dumps(callback)), max_steps=1)
 
 
+def test_a_method_without_objective_is_noticed(fit, watched) -> None:
+    class Plain(watched):
+        def training_step(self, batch, batch_idx):
+            return nn.functional.mse_loss(self.net(batch.x), batch.y)
+
+    class Manual(watched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers().step()
+
+    with pytest.raises(ValueError, match=r"'l2' had no effect: Plain did not .* objective\(\)"):
+        fit(Plain(), Regularization())
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("callbacks.regularization.rank_zero_warn", told.append)
+        fit(Manual(), Regularization(), max_steps=3)
+    assert len(told) == 1
+    assert "Manual did not build its loss with objective() in the first batch" in told[0]
+
+
 def test_bad_arguments(fit, watched) -> None:
     with pytest.raises(ValueError, match=r"kind must be one of l1, .*got 'l3'"):
         Regularization("l3")
