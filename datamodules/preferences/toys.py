@@ -36,8 +36,18 @@ class Task:
         raise TypeError(f"{type(self).__name__} must define gold")
 
     def pairs(self, number: int, rng: np.random.Generator) -> list[PairRecord]:
-        """Human preference pairs."""
-        raise TypeError(f"{type(self).__name__} must define pairs")
+        """Human preference pairs of two different responses each."""
+        records: list[PairRecord] = []
+        while len(records) < number:
+            records += self.draw_pairs(number, rng)
+        records = records[:number]
+        for index, record in enumerate(records):
+            record["index"] = index
+        return records
+
+    def draw_pairs(self, number: int, rng: np.random.Generator) -> list[PairRecord]:
+        """At most so many pairs."""
+        raise TypeError(f"{type(self).__name__} must define draw_pairs")
 
     def prompts(self, number: int, rng: np.random.Generator) -> list[dict[str, Any]]:
         """Unlabelled prompts with a reference answer."""
@@ -105,18 +115,11 @@ class LengthTilt(Task):
         length = torch.tensor([float(response[0]) for response in responses])
         return -((length - self.target) ** 2) / self.scale
 
-    def pairs(self, number: int, rng: np.random.Generator) -> list[PairRecord]:
+    def draw_pairs(self, number: int, rng: np.random.Generator) -> list[PairRecord]:
         """Two different lengths of the human law, labelled with Bradley-Terry odds."""
-        lengths = np.arange(self.longest + 1)
-        records: list[PairRecord] = []
-        while len(records) < number:
-            draw = rng.choice(lengths, size=(2 * number, 2), p=self.human_law)
-            first, second = ([[int(n)] for n in column] for column in draw.T)
-            records += self.labelled([self.prompt] * len(first), first, second, rng)
-        records = records[:number]
-        for index, record in enumerate(records):
-            record["index"] = index
-        return records
+        draw = rng.choice(self.longest + 1, size=(2 * number, 2), p=self.human_law)
+        first, second = ([[int(n)] for n in column] for column in draw.T)
+        return self.labelled([self.prompt] * len(first), first, second, rng)
 
     def prompts(self, number: int, rng: np.random.Generator) -> list[dict[str, Any]]:
         """The one prompt, with answers of the SFT law."""
@@ -145,7 +148,7 @@ class FiniteSet(Task):
         row = torch.tensor([p[-1] - self.responses for p in prompts], dtype=torch.int64)
         return self.reward[row, torch.tensor([r[0] for r in responses], dtype=torch.int64)]
 
-    def pairs(self, number: int, rng: np.random.Generator) -> list[PairRecord]:
+    def draw_pairs(self, number: int, rng: np.random.Generator) -> list[PairRecord]:
         """Two different uniform responses to a uniform prompt."""
         first = rng.integers(0, self.responses, number)
         second = (first + rng.integers(1, self.responses, number)) % self.responses
@@ -210,7 +213,7 @@ class LengthTarget(Task):
         letters = (self.first_letter + rng.integers(0, 4, length)).tolist()
         return letters if length == self.max_new_tokens else [*letters, self.eos]
 
-    def pairs(self, number: int, rng: np.random.Generator) -> list[PairRecord]:
+    def draw_pairs(self, number: int, rng: np.random.Generator) -> list[PairRecord]:
         """Labels are Bernoulli(sigma(r1 - r2))."""
         prompts = self._prompts(number, rng)
         wide = rng.random(number) < self.broad

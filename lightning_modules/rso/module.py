@@ -152,6 +152,7 @@ class RSO(PreferenceModule):
         self.pairs_dir = pairs_dir
         self._records: list[PairRecord] | None = None
         self._round = 0
+        self._predicted: list[dict[str, Any]] = []
         self._resampling: tuple[int, bool, bool] | None = None
 
     def setup(self, stage: str) -> None:
@@ -226,16 +227,7 @@ class RSO(PreferenceModule):
         options = replace(self.options, seed=global_seed() + 1_000_003 * number)
         sampling = self.sampling()
         reward = self.reward_model("proxy")
-        is_model = isinstance(reward, nn.Module)
-        provenance = Provenance(
-            asdict(options),
-            asdict(sampling),
-            model_fingerprint(self.policy),
-            model_fingerprint(reward) if is_model else str(self.reward_source),
-            tokenizer_fingerprint(self._tokenizer),
-            data_fingerprint(prompts),
-            self.group,
-        )
+        provenance = self._provenance(options, prompts, self.group)
         folder = None if self.pairs_dir is None else Path(self.pairs_dir) / f"round-{number:03d}"
         pipeline = PairPipeline(
             self.policy, reward, options, sampling, self.pad_token_id, self.device, self.group,
@@ -253,6 +245,21 @@ class RSO(PreferenceModule):
             decode = getattr(self._tokenizer, "decode", None)
             write_pairs(folder / "pairs.jsonl", made, decode)
         return made
+
+    def _provenance(
+        self, options: PairOptions, prompts: list[dict[str, Any]], group: int
+    ) -> Provenance:
+        reward = self.reward_model("proxy")
+        assert self.policy is not None
+        return Provenance(
+            asdict(options),
+            asdict(self.sampling()),
+            model_fingerprint(self.policy),
+            model_fingerprint(reward) if isinstance(reward, nn.Module) else str(self.reward_source),
+            tokenizer_fingerprint(self._tokenizer),
+            data_fingerprint(prompts),
+            group,
+        )
 
     def sampling(self) -> Sampling:
         """How candidates are drawn."""
@@ -274,7 +281,7 @@ class RSO(PreferenceModule):
         rows = [
             {"index": i, "prompt": p} for i, p in zip(batch.index.tolist(), prompts, strict=True)
         ]
-        options = replace(self.options, seed=global_seed())
+        options = self._prediction_options()
         reward = self.reward_model("proxy")
         candidates = draw_candidates(
             self.policy, reward, rows, options, self.sampling(), self.pad_token_id, self.device
@@ -288,32 +295,40 @@ class RSO(PreferenceModule):
                 result["selected"] = chosen.indices
                 records = make_pairs(candidates, chosen, rows, reward, options, statistics)
                 result["pairs"] = pack(records)
-                result["statistics"] = asdict(statistics)
+                self._predicted.append({"records": records, "statistics": asdict(statistics)})
         return result
 
-    def write_predictions(self, predictions: list[Any], folder: Path) -> list[Path]:
-        """Write `pairs.jsonl`, which `Preferences(pairs_file=...)` reads."""
-        made = [p for p in predictions if "pairs" in p]
-        if not made:
-            return []
+    def on_predict_epoch_start(self) -> None:
+        """Forget earlier predictions."""
+        self._predicted = []
+
+    def on_predict_epoch_end(self) -> None:
+        """Write `pairs.jsonl` of all ranks, which `Preferences(pairs_file=...)` reads."""
         statistics = PairStatistics()
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        parts: list[Any] = [self._predicted]
+        if world > 1:
+            parts = [None] * world
+            torch.distributed.all_gather_object(parts, self._predicted)
+        made = [entry for part in parts for entry in part]
+        if rank > 0 or not made:
+            return
         records: list[PairRecord] = []
-        for part in made:
-            statistics.merge(part["statistics"])
-            records += unpack(part["pairs"])
-        assert self.policy is not None
-        provenance = Provenance(
-            asdict(replace(self.options, seed=global_seed())),
-            asdict(self.sampling()),
-            model_fingerprint(self.policy),
-            str(self.reward_source),
-            tokenizer_fingerprint(self._tokenizer),
-            "",
-            0,
-        )
+        for entry in made:
+            statistics.merge(entry["statistics"])
+            records += entry["records"]
+        # a rank has every world-th prompt; the sort is stable within a prompt
+        records.sort(key=lambda record: record["index"])
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        provenance = self._provenance(self._prediction_options(), [], 0)
         decode = getattr(self._tokenizer, "decode", None)
-        path = folder / "pairs.jsonl"
-        return [write_pairs(path, MadePairs(records, statistics, provenance), decode)]
+        path = write_pairs(
+            folder / "pairs.jsonl", MadePairs(records, statistics, provenance), decode
+        )
+        rank_zero_info(f"{len(records)} pairs: {path}")
+
+    def _prediction_options(self) -> PairOptions:
+        return replace(self.options, seed=global_seed())
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -169,6 +169,11 @@ class LanguagePolicy(nn.Module):
         self.chunk = chunk
 
     @property
+    def separate(self) -> bool:
+        """Whether prompt and response do not share a context (encoder-decoder)."""
+        return bool(getattr(unwrap(self.backbone).config, "is_encoder_decoder", False))
+
+    @property
     def context(self) -> int | None:
         """Longest sequence, or None without a limit."""
         return context_length(self.backbone)
@@ -177,7 +182,7 @@ class LanguagePolicy(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
     ) -> SequenceLogprobs:
         """Log-probabilities of the labelled tokens on the support."""
-        if getattr(unwrap(self.backbone).config, "is_encoder_decoder", False):
+        if self.separate:
             # the encoder reads the prompt, the decoder's labels are the response
             prompt, response = (attention_mask == 1) & (labels == IGNORE), labels != IGNORE
             ids, mask = (x.to(labels.device) for x in pad(unpad(input_ids, prompt), self.pad_id))
@@ -200,13 +205,21 @@ class LanguagePolicy(nn.Module):
         """Draw responses; see `generate`."""
         from torch.distributed.fsdp import FSDPModule
 
+        sampling = sampling or Sampling()
+        if self.context is not None and not self.separate:
+            longest = prompt_ids.shape[1] + sampling.max_new_tokens
+            if longest > self.context:
+                raise ValueError(
+                    f"a prompt of {prompt_ids.shape[1]} tokens and max_new_tokens="
+                    f"{sampling.max_new_tokens} exceed the model's context of {self.context}"
+                )
         return generate(
             self.backbone,
             prompt_ids,
             prompt_mask,
             index,
             candidates,
-            sampling or Sampling(),
+            sampling,
             seed,
             self.eos,
             self.pad_id,

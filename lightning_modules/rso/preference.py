@@ -12,7 +12,13 @@ from torch.optim import AdamW, Optimizer
 from torchmetrics import MeanMetric
 
 from lightning_modules.base import PaperModule
-from lightning_modules.components.language.backbone import adapters_off, has_adapters, trainable
+from lightning_modules.components.language.backbone import (
+    adapters_off,
+    check_context,
+    check_vocabulary,
+    has_adapters,
+    trainable,
+)
 from lightning_modules.components.language.encoding import (
     PairRecord,
     PreferenceBatch,
@@ -33,7 +39,7 @@ from lightning_modules.rso.losses import (
     preference_loss,
 )
 from lightning_modules.rso.pipeline import split_over_ranks
-from lightning_modules.rso.policies import Policy, build_policy
+from lightning_modules.rso.policies import LanguagePolicy, Policy, build_policy
 from lightning_modules.rso.reference_scores import ReferenceScores
 from lightning_modules.rso.reward_source import load_reward
 from lightning_modules.rso.stages import ask_tokens, token_lists
@@ -148,6 +154,8 @@ class PreferenceModule(PaperModule):
         self._tokenizer = getattr(data, "tokenizer", None)
         self._build()
         assert self.policy is not None
+        if isinstance(self.policy, LanguagePolicy):
+            check_vocabulary(self.policy.backbone, self._tokenizer)
         if self.reference is not None and int(self.training_iterations) == 0:
             # Weights that the user loaded into the policy by hand are the reference as well.
             self.reference.load_state_dict(self.policy.state_dict())
@@ -262,10 +270,14 @@ class PreferenceModule(PaperModule):
 
         Adds the reference's log-probabilities to every record, computed once.
         """
+        if isinstance(self.policy, LanguagePolicy) and not self.policy.separate:
+            check_context(self.policy.backbone, records)
         if self.reference_mode != "precomputed":
             return records
         if not self.scores.model:
             self.scores.model = self._reference_key()
+        if self.evaluate_every and int(self.training_iterations) == 0:
+            self._rebuilt_reference()  # kept before the first step changes the policy
         return self.scores.attach(
             records, split, self._score_records, self._reference_key,
             tokenizer_fingerprint(self._tokenizer),

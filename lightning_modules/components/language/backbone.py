@@ -1,6 +1,6 @@
 """One way to get a language model: by hub id, from a folder or a config; adapters; big models."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -258,6 +258,46 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     if not found:
         raise ValueError("the backbone has nothing to train: every parameter is frozen")
     return found
+
+
+def check_context(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise when a row is longer than the model's positions reach.
+
+    Args:
+        model: Causal language model.
+        rows: `prompt` and any of `chosen`, `rejected`, `response` as ids, with `index`.
+
+    Raises:
+        ValueError: Names the row and the lengths.
+    """
+    limit = context_length(model)
+    if limit is None:
+        return
+    for number, row in enumerate(rows):
+        answers = [row[key] for key in ("chosen", "rejected", "response") if key in row]
+        longest = len(row["prompt"]) + max((len(answer) for answer in answers), default=0)
+        if longest > limit:
+            raise ValueError(
+                f"row {row.get('index', number)}: prompt and response have {longest} tokens, more "
+                f"than the model's context of {limit}: set data.max_length={limit}"
+            )
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """Raise when the tokenizer has ids that the model does not embed.
+
+    Raises:
+        ValueError: Names both sizes.
+    """
+    inner: Any = model.get_base_model() if has_adapters(model) else model  # type: ignore[operator]
+    if tokenizer is None or not hasattr(inner, "get_input_embeddings"):
+        return
+    size = int(inner.get_input_embeddings().num_embeddings)
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} entries but the model embeds {size}: they do not "
+            "belong together"
+        )
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -249,7 +249,10 @@ def _call(
     inner: Any = unwrap(model)
     own = inner.generation_config
     training = model.training
-    recomputing = bool(getattr(inner, "is_gradient_checkpointing", False))
+    # the flag's name changed in transformers 5
+    flags = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    flag = next((name for name in flags if hasattr(type(inner), name)), "")
+    recomputing = bool(getattr(inner, flag, False))
     # A hub model's own generation config may hold warpers (top-k, repetition penalty) that would
     # change the distribution behind the sampler's back: it is set aside for the call.
     inner.generation_config = GenerationConfig(
