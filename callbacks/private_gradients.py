@@ -21,7 +21,6 @@ from callbacks._private_step import (
 )
 from lightning_modules.components.privacy.accountants import (
     COARSE,
-    FINE,
     Accountant,
     CyclicPoissonAccountant,
     GaussianAccountant,
@@ -32,7 +31,7 @@ from lightning_modules.components.privacy.accountants import (
 from lightning_modules.components.privacy.amplification import PoissonAccountant, Tail
 from lightning_modules.components.privacy.noise import NoiseStream, WhiteNoise
 from lightning_modules.components.privacy.participation import Participation
-from lightning_modules.components.privacy.strategies import STRATEGIES, Identity, Strategy
+from lightning_modules.components.privacy.strategies import Identity, Strategy, parse_strategy
 
 __all__ = ["PrivacySpent", "PrivateGradients"]
 
@@ -84,8 +83,9 @@ class PrivateGradients(Callback):
         noise_multiplier: instead of ``target_epsilon``: white noise deviation, in clip norms,
             before C^-1.
         delta: failure probability; default 1 / (10 * number of training examples).
-        strategy: strategy matrix C, an object or one of the names without arguments (``identity``,
-            ``square_root``, ``tree``, ...). The identity is DP-SGD.
+        strategy: strategy matrix C: an object, or in words such as ``identity`` (DP-SGD),
+            ``square_root(bands=4)``, ``nu(nu=0.05, bands=64)``, ``optimised_blt(buffers=3)`` or
+            ``tree``; see ``lightning_modules.components.privacy.STRATEGIES``.
         sampling: how the datamodule draws batches; must agree with it.
         tail: bounds of the Poisson accountant, see ``PoissonAccountant``.
         clipping: see above.
@@ -208,7 +208,7 @@ class PrivateGradients(Callback):
         self.delta = plan["delta"]
         self._calibrate(trainer, plan)
         assert self.sigma is not None
-        self.accountant = self._account(plan, self.sigma, FINE)
+        self.accountant = self._account(plan, self.sigma, COARSE)
         order = getattr(trainer.train_dataloader, "order", None)
         if self.sampling == "cyclic_poisson" and order is not None:
             order.groups = plan["groups"]
@@ -314,7 +314,7 @@ class PrivateGradients(Callback):
         if trainer.is_global_zero:
             if self.sampling in ("poisson", "cyclic_poisson"):
                 sigma = calibrate(
-                    target, delta, lambda s, h: self._account(plan, s, h).epsilon(), coarse=COARSE
+                    target, delta, lambda s, h: self._account(plan, s, h).epsilon(), fine=COARSE
                 )
             else:
                 schema = self._participation(plan)
@@ -444,14 +444,4 @@ class PrivateGradients(Callback):
 def _strategy(given: Strategy | str | None) -> Strategy:
     if given is None:
         return Identity()
-    if isinstance(given, Strategy):
-        return given
-    if given not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {given!r}")
-    try:
-        return STRATEGIES[given]()
-    except TypeError as error:
-        raise ValueError(
-            f"strategy '{given}' needs arguments: give class_path "
-            f"lightning_modules.components.privacy.{STRATEGIES[given].__name__} and init_args"
-        ) from error
+    return given if isinstance(given, Strategy) else parse_strategy(given)

@@ -84,7 +84,10 @@ def test_constructors(build, message: str) -> None:
         ({"noise_multiplier": 1.0, "clipping": "fast"}, "clipping must be one of"),
         ({"noise_multiplier": 1.0, "chunk_size": 0}, "chunk_size"),
         ({"noise_multiplier": 1.0, "strategy": "nus"}, "strategy must be one of identity"),
-        ({"noise_multiplier": 1.0, "strategy": "nu"}, "strategy 'nu' needs arguments"),
+        ({"noise_multiplier": 1.0, "strategy": "nu"}, "strategy nu takes nu, bands; got 'nu'"),
+        ({"noise_multiplier": 1.0, "strategy": "nu(0.1)"}, "must read like"),
+        ({"noise_multiplier": 1.0, "strategy": "nu(mu=0.1)"}, "takes nu, bands"),
+        ({"noise_multiplier": 1.0, "strategy": "nu(nu=1.5)"}, r"nu must be in \[0, 1\), got 1.5"),
     ],
 )
 def test_private_gradients(arguments: dict, message: str) -> None:

@@ -46,6 +46,7 @@ from lightning_modules.components.privacy.strategies import (
     OptimisedDense,
     SquareRoot,
     Strategy,
+    parse_strategy,
 )
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "gaussian_epsilon",
     "gaussian_mu",
     "mmcc",
+    "parse_strategy",
     "poisson",
     "zcdp_epsilon",
 ]

@@ -36,14 +36,18 @@ class Prediction(NamedTuple):
 
 
 class Cooldown:
-    """Factor of the learning rate: 1, then linear to ``final`` over the last ``fraction``."""
+    """Factor of the learning rate: 1, then linear to ``final`` over the last ``fraction``.
 
-    def __init__(self, steps: int, fraction: float, final: float) -> None:
-        self.steps, self.fraction, self.final = steps, fraction, final
+    Attributes:
+        steps: planned steps; 0 while they aren't known, which is before the first one.
+    """
+
+    def __init__(self, fraction: float, final: float) -> None:
+        self.steps, self.fraction, self.final = 0, fraction, final
 
     def __call__(self, step: int) -> float:
         start = self.steps * (1.0 - self.fraction)
-        if step <= start or self.fraction == 0.0:
+        if step <= start or self.fraction == 0.0 or not self.steps:
             return 1.0
         part = min(1.0, (step - start) / (self.steps - start))
         return 1.0 + part * (self.final - 1.0)
@@ -109,6 +113,7 @@ class Classifier(PaperModule):
         self.cooldown, self.final_lr, self.shift = cooldown, final_lr, shift
         self.sample_shape, self.n_classes = sample_shape, n_classes
         self.net: nn.Module | None = None
+        self._cooldown: Cooldown | None = None
         if sample_shape is not None and n_classes is not None:
             self._build()
 
@@ -155,17 +160,29 @@ class Classifier(PaperModule):
         configured = super().configure_optimizers()
         if self.lr_scheduler is not None or self.cooldown == 0.0:
             return configured
+        self._cooldown = Cooldown(self.cooldown, self.final_lr)
+        schedule = LambdaLR(configured, self._cooldown)
+        return {
+            "optimizer": configured,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def on_train_start(self) -> None:
+        """Tell the cooldown how long training is.
+
+        Not in ``configure_optimizers``: asking for the number of steps there makes Lightning build
+        the loaders before it restores their position from a checkpoint.
+        """
+        super().on_train_start()
+        if self._cooldown is None:
+            return
         steps = self.trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise ValueError(
                 "cooldown needs the number of steps: set trainer.max_epochs or max_steps, or "
                 "cooldown=0"
             )
-        schedule = LambdaLR(configured, Cooldown(int(steps), self.cooldown, self.final_lr))
-        return {
-            "optimizer": configured,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        self._cooldown.steps = int(steps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (batch, classes)."""

@@ -7,7 +7,9 @@ computed from the coefficients really in use.
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -419,6 +421,38 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "optimised_banded": OptimisedBandedToeplitz, "optimised_dense": OptimisedDense,
     "tree": BinaryTree, "dense": Dense,
 }
+
+
+def parse_strategy(text: str) -> Strategy:
+    """Build a strategy from words: ``nu(nu=0.05, bands=64)``, or ``tree`` without arguments.
+
+    Raises:
+        ValueError: an unknown name, or arguments that the strategy does not take.
+    """
+    names = ", ".join(STRATEGIES)
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        function = call.func if isinstance(call, ast.Call) else call
+        if not isinstance(function, ast.Name) or (isinstance(call, ast.Call) and call.args):
+            raise ValueError("not name(argument=value)")
+        keywords = call.keywords if isinstance(call, ast.Call) else []
+        arguments = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"strategy must read like nu(nu=0.05, bands=64) or tree, got {text!r}"
+        ) from error
+    if function.id not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {names}, got {function.id!r}")
+    made = STRATEGIES[function.id]
+    try:
+        return made(**arguments)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        takes = [name for name in inspect.signature(made).parameters]
+        raise ValueError(
+            f"strategy {function.id} takes {', '.join(takes) or 'no arguments'}; got {text!r}"
+        ) from error
 
 
 def matrix_correlator(matrix: ArrayLike) -> Correlator:
