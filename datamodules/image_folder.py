@@ -263,7 +263,7 @@ def synthetic_images(count: int, side: int, seed: int = 0) -> tuple[npt.NDArray[
         inside = (
             (rows - top) ** 2 + (columns - left) ** 2 <= extent**2
             if labels[number] == 0
-            else np.abs(rows - top) <= extent / 3
+            else np.abs(columns - left) <= extent / 3
         )
         images[number][inside] = random.randint(0, 256, 3)
     return images, torch.from_numpy(labels.astype(np.int64))

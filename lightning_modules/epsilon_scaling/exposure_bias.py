@@ -46,8 +46,8 @@ class ExposureBias(NamedTuple):
 
 
 def _delta(residual: Tensor, noise_std: float) -> Tensor:
-    excess = residual.double().std(0, correction=0).mean() - noise_std
-    return excess.square()
+    spread: Tensor = residual.double().std(0, correction=0).mean()
+    return torch.square(spread - noise_std)
 
 
 def _norm(epsilon: Tensor) -> Tensor:

@@ -172,8 +172,9 @@ class AttentionBlock(nn.Module):
         """Transform x ``(n, channels, ...)``."""
         flat = x.flatten(2)
         mixed = attend(self.qkv(self.norm(flat)), self.heads, self.new_order)
-        out: Tensor = flat + self.proj_out(mixed)
-        return out.reshape(x.shape)
+        projected: Tensor = self.proj_out(mixed)
+        # The sum comes last: a block under FSDP2 should not return a view.
+        return x + projected.reshape(x.shape)
 
 
 class AttentionPool2d(nn.Module):
