@@ -47,11 +47,12 @@ class ExposureBias(NamedTuple):
 
 def _delta(residual: Tensor, noise_std: float) -> Tensor:
     spread: Tensor = residual.double().std(0, correction=0).mean()
-    return torch.square(spread - noise_std)
+    return (spread - noise_std) ** 2
 
 
 def _norm(epsilon: Tensor) -> Tensor:
-    return epsilon.flatten(1).double().norm(dim=1).mean()
+    norms: Tensor = torch.linalg.vector_norm(epsilon.flatten(1).double(), dim=1)
+    return norms.mean()
 
 
 @torch.no_grad()

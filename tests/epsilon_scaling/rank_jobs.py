@@ -33,9 +33,7 @@ def fit(kind: str, strategy: str, devices: int, batch_size: int, folder: str) ->
     seed_everything(3)
     torch.set_num_threads(1)
     if kind == "unet":
-        model = EpsilonScaling(
-            "unet", UNET, variance="learned_range", respacing="4", optimizer=SGD
-        )
+        model = EpsilonScaling("unet", UNET, variance="learned_range", respacing="4", optimizer=SGD)
     else:
         model = EpsilonScaling(
             "mlp",

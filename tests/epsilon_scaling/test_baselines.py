@@ -17,11 +17,16 @@ def test_analytic_variances_are_exact_for_gaussian_data(gaussian_model, draw):
     diffusion = GaussianDiffusion.from_name("linear", respacing="10")
     signal = diffusion.tables["alphas_cumprod"]
     x0, noise = draw(0, (512, 1, 8, 8)) * 0.5, draw(1, (512, 1, 8, 8))
-    energy = noise_energy(gaussian_model, diffusion, [(x0[:256], noise[:256]), (x0[256:], noise[256:])])
+    energy = noise_energy(
+        gaussian_model, diffusion, [(x0[:256], noise[:256]), (x0[256:], noise[256:])]
+    )
     exact = (1 - signal) / (signal * 0.25 + 1 - signal)
     torch.testing.assert_close(energy, exact, rtol=0.02, atol=0)
     errors = {}
-    for name, log_variances in (("analytic", analytic_log_variances(diffusion, exact)), ("small", None)):
+    for name, log_variances in (
+        ("analytic", analytic_log_variances(diffusion, exact)),
+        ("small", None),
+    ):
         sampler = AncestralSampler(diffusion, clip=None, log_variances=log_variances)
         samples = run_sampler(
             gaussian_model,

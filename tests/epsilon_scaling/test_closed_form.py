@@ -34,9 +34,7 @@ def test_reference(reference):
             continue
         variance, schedule, mode, steps, scale = prefix.split("/")
         kind, size = mode.split("_")
-        diffusion = GaussianDiffusion.from_name(
-            schedule, respacing=steps, variance=f"fixed_{size}"
-        )
+        diffusion = GaussianDiffusion.from_name(schedule, respacing=steps, variance=f"fixed_{size}")
         got = gaussian_trace(
             diffusion,
             float(variance.removeprefix("s2_")),

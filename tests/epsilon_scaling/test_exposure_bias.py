@@ -43,8 +43,7 @@ def test_delta_follows_the_closed_form(measured, scale):
     np.testing.assert_allclose(got.delta.flip(0), want.delta, atol=2e-3)
     np.testing.assert_allclose(
         got.marginal_gap.flip(0),
-        want.variance[1:]
-        - (diffusion.tables["alphas_cumprod_prev"].flip(0).numpy() * -0.75 + 1),
+        want.variance[1:] - (diffusion.tables["alphas_cumprod_prev"].flip(0).numpy() * -0.75 + 1),
         atol=8e-3,
     )
 
@@ -73,6 +72,4 @@ def test_norm_curves(measured):
     np.testing.assert_allclose(got.training_norm / 8, spread, rtol=0.01)
     assert got.noise_norm == pytest.approx(8, rel=0.01)
     matched = matched_schedule(got).scales(20)
-    torch.testing.assert_close(
-        matched, (got.sampling_norm / got.training_norm).clamp(0.9, 1.2)
-    )
+    torch.testing.assert_close(matched, (got.sampling_norm / got.training_norm).clamp(0.9, 1.2))

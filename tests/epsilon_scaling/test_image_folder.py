@@ -9,7 +9,7 @@ from datamodules import ImageFiles
 from datamodules.image_folder import crop_and_resize
 
 
-@pytest.fixture()
+@pytest.fixture
 def folder(tmp_path):
     """Six pictures, 20 x 40, red on the left and blue on the right, in two classes."""
     random = np.random.RandomState(0)
@@ -63,9 +63,7 @@ def test_npz(tmp_path):
     np.savez(tmp_path / "set.npz", images, np.arange(12) % 3)
     data = prepared(source="npz", path=str(tmp_path / "set.npz"), image_size=8, val_fraction=0)
     batch = data.train_set[[3, 5]]
-    np.testing.assert_allclose(
-        batch.x, images[[3, 5]].transpose(0, 3, 1, 2) / 127.5 - 1, atol=1e-6
-    )
+    np.testing.assert_allclose(batch.x, images[[3, 5]].transpose(0, 3, 1, 2) / 127.5 - 1, atol=1e-6)
     assert batch.y.tolist() == [0, 2]
     assert data.n_classes == 3
 

@@ -132,9 +132,7 @@ def test_network_without_training_cannot_be_fitted(tmp_path):
 
 def test_exact_test_and_search(tmp_path):
     """fd falls with lambda above 1 on paired noise, and the search finds such a lambda."""
-    model = EpsilonScaling(
-        "exact", respacing="10", clip=None, compare=[1.025], samples_per_image=2
-    )
+    model = EpsilonScaling("exact", respacing="10", clip=None, compare=[1.025], samples_per_image=2)
     search = LambdaSearch("golden", 1.0, 1.06, evaluations=5, samples=300)
     run = trainer(tmp_path, callbacks=[search])
     values = run.test(model, datamodule=digits(), verbose=False)[0]
@@ -268,7 +266,12 @@ def test_edm(tmp_path, solver):
 
 def test_discrete_model_under_the_edm_sampler():
     model = EpsilonScaling(
-        **SMALL, image_shape=[1, 8, 8], sampler="heun", edm_steps=5, churn=10.0, variance="fixed_small"
+        **SMALL,
+        image_shape=[1, 8, 8],
+        sampler="heun",
+        edm_steps=5,
+        churn=10.0,
+        variance="fixed_small",
     )
     samples = model.sample(torch.arange(3))
     assert torch.isfinite(samples).all()
