@@ -22,7 +22,7 @@ AS_PUBLISHED = (
 
 def _test(lab: Lab, config: str, *words: str) -> dict[str, float]:
     """Train, then the metrics of the test items after the last round."""
-    run = lab.fit(f"fedrap/{config}.yaml", *words)
+    run = lab.fit(f"fedrap/{config}.yaml", "--figures.every_n_epochs=1000", *words)
     (metrics,) = run.trainer.test(run.model, run.datamodule, verbose=False)
     return {name: float(value) for name, value in metrics.items()}
 
@@ -85,9 +85,7 @@ def _planted(lab: Lab) -> None:
     key = "test/hr_paper"
     restrained = _test(lab, "planted")[key]
     published = _test(lab, "planted", *AS_PUBLISHED)[key]
-    popularity = _test(
-        lab, "planted", f"{MODEL}mode=popularity", "--trainer.max_epochs=1"
-    )[key]
+    popularity = _test(lab, "planted", f"{MODEL}mode=popularity", "--trainer.max_epochs=1")[key]
     lab.claim("planted tastes, strict: HR@10 of the restrained form", restrained, at_least=0.5)
     lab.claim(
         "planted tastes, strict: restrained form over popularity",
@@ -104,7 +102,7 @@ def _planted(lab: Lab) -> None:
 def _purchases(lab: Lab) -> None:
     """Next purchase of real customers among all products, repeats included."""
     key = "test/hr"
-    additive = lab.fit("fedrap/default.yaml")
+    additive = lab.fit("fedrap/default.yaml", "--figures.every_n_epochs=1000")
     (metrics,) = additive.trainer.test(additive.model, additive.datamodule, verbose=False)
     ours = float(metrics[key])
     shared = _test(lab, "default", f"{MODEL}mode=global_only")[key]
@@ -116,9 +114,7 @@ def _purchases(lab: Lab) -> None:
         f"{MODEL}lr_personal=100.0",
         f"{MODEL}wd_personal=1e-5",
     )[key]
-    popularity = _test(
-        lab, "default", f"{MODEL}mode=popularity", "--trainer.max_epochs=1"
-    )[key]
+    popularity = _test(lab, "default", f"{MODEL}mode=popularity", "--trainer.max_epochs=1")[key]
     frequency = own_frequency(additive.datamodule)
     lab.claim("next purchase, strict: FedRAP over a shared table", ours - shared, at_least=0.05)
     lab.claim("next purchase, strict: FedRAP over popularity", ours - popularity, at_least=0.05)

@@ -57,6 +57,7 @@ class Federation(nn.Module):
     item_counts: Tensor
     round_rows: Tensor
     round_clients: Tensor
+    round_nonzero: Tensor
     first_moment: Tensor
     second_moment: Tensor
     rounds: Tensor
@@ -97,6 +98,8 @@ class Federation(nn.Module):
         self.register_buffer("taken_part", torch.zeros(local, dtype=torch.bool))
         self.register_buffer("item_counts", torch.zeros(items, dtype=torch.int64))
         self.register_buffer("round_rows", torch.zeros(items, width, dtype=torch.float64))
+        # How many uploads are not zero at an entry, beyond those of untouched copies.
+        self.register_buffer("round_nonzero", torch.zeros(items, width, dtype=torch.int64))
         self.register_buffer("round_clients", torch.zeros(clients, 9, dtype=torch.float64))
         self.register_buffer("first_moment", torch.zeros(moments, dtype=common.dtype))
         self.register_buffer("second_moment", torch.zeros(moments, dtype=common.dtype))
@@ -240,6 +243,12 @@ class Federation(nn.Module):
         untouched = shrink(
             start, result.common_decay[:, None, None], result.common_shift[:, None, None]
         )
+        if bool((result.common_shift > 0).any()):
+            gained = (result.common != 0).long() - (untouched != 0).long()
+            gained = gained * block.mask[..., None]
+            self.round_nonzero.index_add_(
+                0, block.item.reshape(-1), gained.view(-1, gained.shape[-1])
+            )
         weight = record[:, SCALE]
         if settings.server.kind == "weighted":
             weight = weight * record[:, WEIGHT]
@@ -285,9 +294,12 @@ class Federation(nn.Module):
         )
         if self.settings.common and len(records):
             change = self._average(records, taking_part, noise, reduce, gather)
+            silent = self._silent_entries(records, reduce)
             self.common = self.settings.server.apply(
                 self.common, change, self.first_moment, self.second_moment
             )
+            if silent is not None:
+                self.common.masked_fill_(silent, 0.0)
             if self.settings.server_prox:
                 self.common = soft_threshold(self.common, float(records[:, THRESHOLD].mean()))
         if isinstance(self.personal, LazyPersonal):
@@ -300,6 +312,7 @@ class Federation(nn.Module):
             self._traffic(records, before),
         )
         self.round_rows.zero_()
+        self.round_nonzero.zero_()
         self.round_clients.zero_()
         self.uploads = []
         self.rounds += 1
@@ -342,6 +355,21 @@ class Federation(nn.Module):
                 change.shape, generator=noise, dtype=change.dtype, device=device
             )
         return change
+
+    def _silent_entries(self, records: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Entries at which every upload is exactly zero, so that their average is.
+
+        The sum over uploads is a difference of sums and would leave rounding errors there.
+        """
+        averages = self.settings.server.kind in ("mean", "weighted")
+        as_sent = averages and self.settings.server.lr == 1.0 and not self.settings.noise
+        shift = records[:, SHIFT]
+        if not as_sent or not bool((shift > 0).any()) or bool((records[:, SCALE] < 1).any()):
+            return None
+        border = torch.sort(shift / records[:, DECAY]).values
+        size = self.common.abs().double()
+        untouched = torch.searchsorted(border, size.contiguous(), right=False)
+        return (untouched + reduce(self.round_nonzero.clone())) == 0
 
     def stacked_uploads(self) -> tuple[Tensor, Tensor, Tensor]:
         """Client, item and rows of all uploads that are kept for the median."""

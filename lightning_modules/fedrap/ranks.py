@@ -14,7 +14,7 @@ from lightning_modules.fedrap.personal_store import LazyPersonal
 BY_CLIENT = ("vector", "bias", "taken_part", "personal.table", "personal.scale")
 KEY, VALUE = "personal.key", "personal.value"
 PER_RANK = (*BY_CLIENT, KEY, VALUE)
-SUMS = ("round_rows", "round_clients")
+SUMS = ("round_rows", "round_clients", "round_nonzero")
 
 
 def whole_state(federation: Federation) -> dict[str, Tensor]:
