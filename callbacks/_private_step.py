@@ -175,8 +175,11 @@ def flatten(clipped: ClippedSum, names: list[str]) -> Tensor:
     parts = [clipped.gradients[name].flatten() for name in names]
     device = parts[0].device
     counts = torch.stack(
-        [torch.tensor(float(clipped.count), device=device), clipped.clipped.float(),
-         clipped.nonfinite.float()]
+        [
+            torch.tensor(float(clipped.examples), device=device),
+            clipped.clipped.float(),
+            clipped.nonfinite.float(),
+        ]
     )
     return torch.cat([*parts, counts])
 

@@ -31,7 +31,8 @@ from lightning_modules.components.privacy.accountants import (
 from lightning_modules.components.privacy.amplification import PoissonAccountant, Tail
 from lightning_modules.components.privacy.noise import NoiseStream, WhiteNoise
 from lightning_modules.components.privacy.participation import Participation
-from lightning_modules.components.privacy.strategies import Identity, Strategy, parse_strategy
+from lightning_modules.components.privacy.strategies import Identity, parse_strategy
+from lightning_modules.components.privacy.strategy import Strategy
 
 __all__ = ["PrivacySpent", "PrivateGradients"]
 
@@ -123,12 +124,16 @@ class PrivateGradients(Callback):
                 f"give exactly one of target_epsilon (got {target_epsilon}) and "
                 f"noise_multiplier (got {noise_multiplier})"
             )
-        if target_epsilon is not None and not (target_epsilon > 0 and math.isfinite(target_epsilon)):
+        if target_epsilon is not None and not (
+            target_epsilon > 0 and math.isfinite(target_epsilon)
+        ):
             raise ValueError(f"target_epsilon must be positive and finite, got {target_epsilon}")
         if noise_multiplier is not None and not (
             noise_multiplier > 0 and math.isfinite(noise_multiplier)
         ):
-            raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}")
+            raise ValueError(
+                f"noise_multiplier must be positive and finite, got {noise_multiplier}"
+            )
         if delta is not None and not 0.0 < delta < 1.0:
             raise ValueError(f"delta must be in (0, 1), got {delta}")
         if chunk_size is not None and chunk_size < 1:
@@ -218,8 +223,14 @@ class PrivateGradients(Callback):
             if restored is not None:
                 self._noise.load_state_dict(restored["noise"])
         self._plan, self._restored = plan, None
-        self._clipper = Clipper(pl_module, list(self._parameters), self.clipping, self.clip_norm,
-                                self.loss_reduction, self.chunk_size)
+        self._clipper = Clipper(
+            pl_module,
+            list(self._parameters),
+            self.clipping,
+            self.clip_norm,
+            self.loss_reduction,
+            self.chunk_size,
+        )
         rank_zero_info(self.statement())
         if os.environ.get("WANDB_SWEEP_ID"):
             rank_zero_warn(
@@ -230,7 +241,7 @@ class PrivateGradients(Callback):
     def _make_plan(self, trainer: Trainer) -> dict[str, Any]:
         """Everything the guarantee depends on; equal in a resumed run."""
         loader = trainer.train_dataloader
-        order = getattr(loader, "order", None)
+        order: Any = getattr(loader, "order", None)
         scheme = getattr(order, "scheme", None)
         if scheme is None and hasattr(order, "shuffle") and hasattr(order, "world_size"):
             scheme = "shuffle" if order.shuffle else "sequential"

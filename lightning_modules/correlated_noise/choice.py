@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from lightning_modules.components.privacy.optimise import rms_error
 from lightning_modules.components.privacy.participation import Participation
 from lightning_modules.components.privacy.power_series import prefix_workload
-from lightning_modules.components.privacy.strategies import NuToeplitz, Strategy
+from lightning_modules.components.privacy.strategies import NuToeplitz
+from lightning_modules.components.privacy.strategy import Strategy
 
 NU_GRID = (0.0, 1e-4, 1e-3, 1e-2, 5e-2, 1e-1)
 
 
-def proxy_error(strategy: Strategy, n: int, participation: Participation | None = None,
-                momentum: float = 0.0, rates: Sequence[float] | None = None) -> float:
+def proxy_error(
+    strategy: Strategy,
+    n: int,
+    participation: Participation | None = None,
+    momentum: float = 0.0,
+    rates: Sequence[float] | None = None,
+) -> float:
     """``sens * sqrt(mean_t ||(A C^-1)_t||^2)``: error of the iterates per unit of noise.
 
     Args:
@@ -27,9 +33,14 @@ def proxy_error(strategy: Strategy, n: int, participation: Participation | None 
     return strategy.sensitivity(n, participation) * rms_error(strategy.inverse(n), workload)
 
 
-def choose_nu(n: int, participation: Participation | None = None, momentum: float = 0.0,
-              rates: Sequence[float] | None = None, grid: Sequence[float] = NU_GRID,
-              bands: int | None = None) -> float:
+def choose_nu(
+    n: int,
+    participation: Participation | None = None,
+    momentum: float = 0.0,
+    rates: Sequence[float] | None = None,
+    grid: Sequence[float] = NU_GRID,
+    bands: int | None = None,
+) -> float:
     """The nu of the grid with the least proxy error; costs no privacy, as no data are read."""
     return min(
         grid,

@@ -35,32 +35,66 @@ def reproduce(lab: Lab) -> None:
             values.append(found.mean[name])
         predicted.append(theory.predicted_excess_risk(eigenvalues, RATE))
     sgd, ftrl = risks["DP-SGD"], risks["nu = eta lambda_min"]
-    lab.claim("growth of DP-SGD's excess risk from d = 8 to 128", sgd[-1] / sgd[0], at_least=12.0,
-              published="proportional to the dimension")
-    lab.claim("growth of nu-FTRL's excess risk from d = 8 to 128", ftrl[-1] / ftrl[0], at_most=5.0,
-              published="proportional to the effective dimension (here x2)")
-    lab.claim("DP-SGD over nu-FTRL at d = 128", sgd[-1] / ftrl[-1], at_least=20.0,
-              published="correlated noise provably beats independent noise")
-    lab.claim("DP-SGD at d = 8 over its closed-form prediction", sgd[0] / predicted[0],
-              at_least=0.85, at_most=1.25)
+    lab.claim(
+        "growth of DP-SGD's excess risk from d = 8 to 128",
+        sgd[-1] / sgd[0],
+        at_least=12.0,
+        published="proportional to the dimension",
+    )
+    lab.claim(
+        "growth of nu-FTRL's excess risk from d = 8 to 128",
+        ftrl[-1] / ftrl[0],
+        at_most=5.0,
+        published="proportional to the effective dimension (here x2)",
+    )
+    lab.claim(
+        "DP-SGD over nu-FTRL at d = 128",
+        sgd[-1] / ftrl[-1],
+        at_least=20.0,
+        published="correlated noise provably beats independent noise",
+    )
+    lab.claim(
+        "DP-SGD at d = 8 over its closed-form prediction",
+        sgd[0] / predicted[0],
+        at_least=0.85,
+        at_most=1.25,
+    )
     lab.figure("regression", _regression(list(dims), risks, predicted))
 
     rates = np.array([1e-1, 1e-2, 1e-3, 1e-4])
     independent = [theory.mean_estimation_sgd(eta) for eta in rates]
     optimal = [theory.mean_estimation_optimum(eta) for eta in rates]
     slopes = [np.polyfit(np.log(rates), np.log(values), 1)[0] for values in (independent, optimal)]
-    lab.claim("power of the learning rate in DP-SGD's error (mean estimation)", float(slopes[0]),
-              at_least=0.95, at_most=1.05, published="Theta(eta)")
-    lab.claim("power of the learning rate in nu-FTRL's error (mean estimation)", float(slopes[1]),
-              at_least=1.6, at_most=2.0, published="Theta~(eta^2), up to log^2(1/eta)")
+    lab.claim(
+        "power of the learning rate in DP-SGD's error (mean estimation)",
+        float(slopes[0]),
+        at_least=0.95,
+        at_most=1.05,
+        published="Theta(eta)",
+    )
+    lab.claim(
+        "power of the learning rate in nu-FTRL's error (mean estimation)",
+        float(slopes[1]),
+        at_least=1.6,
+        at_most=2.0,
+        published="Theta~(eta^2), up to log^2(1/eta)",
+    )
 
     strong, weak = "nu(nu=0.05, bands=64)", "identity"
     at_2 = [_digits(lab, s, 2.0, 0.03) for s in (strong, weak)]
     at_8 = [_digits(lab, strong, 8.0, 0.1), _digits(lab, weak, 8.0, 0.03)]
-    lab.claim("accuracy on digits at epsilon 2: nu = 0.05 minus DP-SGD", at_2[0] - at_2[1],
-              at_least=0.06, published="matches or outperforms prior work")
-    lab.claim("accuracy on digits at epsilon 8: nu = 0.05 minus DP-SGD", at_8[0] - at_8[1],
-              at_least=0.01, published="matches or outperforms prior work")
+    lab.claim(
+        "accuracy on digits at epsilon 2: nu = 0.05 minus DP-SGD",
+        at_2[0] - at_2[1],
+        at_least=0.06,
+        published="matches or outperforms prior work",
+    )
+    lab.claim(
+        "accuracy on digits at epsilon 8: nu = 0.05 minus DP-SGD",
+        at_8[0] - at_8[1],
+        at_least=0.01,
+        published="matches or outperforms prior work",
+    )
     lab.note(
         f"Digits, 16 passes in a fixed order, delta 1e-4: accuracy {at_2[0]:.3f} (nu = 0.05) and "
         f"{at_2[1]:.3f} (DP-SGD) at epsilon 2, {at_8[0]:.3f} and {at_8[1]:.3f} at epsilon 8; "

@@ -115,7 +115,8 @@ class LinearRegressionBench(PaperModule):
 
     def example_losses(self, batch: Regression) -> Tensor:
         """Half squared residual of every example, (batch,)."""
-        return (self(batch.x) - batch.y).square() / 2
+        losses: Tensor = (self(batch.x) - batch.y).square() / 2
+        return losses
 
     def training_step(self, batch: Regression, batch_idx: int) -> Tensor:
         """Mean loss; zero for an empty batch."""

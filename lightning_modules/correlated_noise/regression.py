@@ -19,15 +19,16 @@ def correlate(taps: ArrayLike, white: Array) -> Array:
     n = white.shape[0]
     beta = np.asarray(taps, dtype=np.float64)[:n]
     if beta.size == 1:
-        return white * beta[0]
+        return np.asarray(white * beta[0])
     size = fft.next_fast_len(2 * n - 1, real=True)
     shape = (-1, *[1] * (white.ndim - 1))
     spectrum = fft.rfft(beta, size).reshape(shape) * fft.rfft(white, size, axis=0)
     return np.asarray(fft.irfft(spectrum, size, axis=0)[:n])
 
 
-def trajectory(x: Array, residual: Array, noise: Array, learning_rate: float,
-               start: Array | None = None) -> Array:
+def trajectory(
+    x: Array, residual: Array, noise: Array, learning_rate: float, start: Array | None = None
+) -> Array:
     """Iterates of ``delta <- delta - eta (x <x, delta> - xi x + noise)``.
 
     Args:
@@ -63,9 +64,18 @@ class RiskTable(NamedTuple):
     spread: dict[str, float]
 
 
-def excess_risk(eigenvalues: ArrayLike, taps: Mapping[str, ArrayLike], *, learning_rate: float,
-                steps: int, sensitivity: float = 1.0, rho: float = 1.0, label_noise: float = 0.0,
-                repeats: int = 4, seed: int = 0) -> RiskTable:
+def excess_risk(
+    eigenvalues: ArrayLike,
+    taps: Mapping[str, ArrayLike],
+    *,
+    learning_rate: float,
+    steps: int,
+    sensitivity: float = 1.0,
+    rho: float = 1.0,
+    label_noise: float = 0.0,
+    repeats: int = 4,
+    seed: int = 0,
+) -> RiskTable:
     """Run every noise on the same stream of data and the same white noise.
 
     The white noise has deviation ``G gamma_T / sqrt(2 rho)``, so each run is rho-zCDP.

@@ -34,33 +34,56 @@ def reproduce(lab: Lab) -> None:
     n, p, delta, target = 1000, 0.05, 1e-5, 0.5368
     strategy = _unit_square_root(8)
     amplified = calibrate(
-        target, delta, lambda s, h: poisson(strategy, n, p, s, delta, step=h).epsilon(),
-        start=30.0, fine=1e-3,
+        target,
+        delta,
+        lambda s, h: poisson(strategy, n, p, s, delta, step=h).epsilon(),
+        start=30.0,
+        fine=1e-3,
     )
     plain = calibrate_gaussian(target, delta, strategy.sensitivity(n, Participation(50, 8)))
-    lab.claim("noise for epsilon 0.537 with Poisson batches (1000 steps, 8 bands)", amplified,
-              at_most=30.1)
-    lab.claim("noise saved by random batches: fixed order over Poisson", plain / amplified,
-              at_least=1.5, published="significant gain for DP-FTRL on standard benchmarks")
+    lab.claim(
+        "noise for epsilon 0.537 with Poisson batches (1000 steps, 8 bands)",
+        amplified,
+        at_most=30.1,
+    )
+    lab.claim(
+        "noise saved by random batches: fixed order over Poisson",
+        plain / amplified,
+        at_least=1.5,
+        published="significant gain for DP-FTRL on standard benchmarks",
+    )
 
     sigmas = [8.0, 16.0, 32.0, 64.0, 128.0]
     column = _unit_square_root(4).values
-    found = [mmcc(column, 2000, 0.01, s, delta, delta / 100, step=1e-3 if s < 20 else 1e-4)
-             for s in sigmas]
+    found = [
+        mmcc(column, 2000, 0.01, s, delta, delta / 100, step=1e-3 if s < 20 else 1e-4)
+        for s in sigmas
+    ]
     ratios = [g.epsilon / g.eps_rowwise_p for g in found]
-    lab.claim("epsilon over its row-wise yardstick at epsilon 0.017 (2000 steps, 4 bands)",
-              ratios[-1], at_most=1.05, published="nearly tight as epsilon goes to 0")
-    lab.claim("the ratio falls as epsilon does: largest step up", float(np.max(np.diff(ratios))),
-              at_most=0.0, published="nearly tight as epsilon goes to 0")
+    lab.claim(
+        "epsilon over its row-wise yardstick at epsilon 0.017 (2000 steps, 4 bands)",
+        ratios[-1],
+        at_most=1.05,
+        published="nearly tight as epsilon goes to 0",
+    )
+    lab.claim(
+        "the ratio falls as epsilon does: largest step up",
+        float(np.max(np.diff(ratios))),
+        at_most=0.0,
+        published="nearly tight as epsilon goes to 0",
+    )
     lab.figure("tightness", _tightness([g.epsilon for g in found], ratios))
 
     accuracy = {
         sampling: np.mean([_digits(lab, sampling, seed) for seed in (0, 1)])
         for sampling in (RANDOM, FIXED)
     }
-    lab.claim("accuracy on digits at epsilon 0.5: Poisson (MMCC) minus fixed order",
-              float(accuracy[RANDOM] - accuracy[FIXED]), at_least=0.1,
-              published="gain at small epsilon on CIFAR-10")
+    lab.claim(
+        "accuracy on digits at epsilon 0.5: Poisson (MMCC) minus fixed order",
+        float(accuracy[RANDOM] - accuracy[FIXED]),
+        at_least=0.1,
+        published="gain at small epsilon on CIFAR-10",
+    )
     lab.note(
         f"Digits, 4-band square root, epsilon 0.5, delta 1e-4, mean of two seeds: accuracy "
         f"{accuracy[RANDOM]:.3f} with Poisson batches and amplified accounting, "

@@ -14,18 +14,18 @@ from lightning_modules.components.privacy.accountants import (
     calibrate_gaussian,
     poisson,
 )
+from lightning_modules.components.privacy.dense_strategies import BinaryTree
 from lightning_modules.components.privacy.optimise import rms_error
 from lightning_modules.components.privacy.participation import Participation
 from lightning_modules.components.privacy.power_series import prefix_workload
 from lightning_modules.components.privacy.strategies import (
-    BinaryTree,
     Identity,
     NuToeplitz,
     OptimisedBandedToeplitz,
     OptimisedBLT,
     SquareRoot,
-    Strategy,
 )
+from lightning_modules.components.privacy.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,16 @@ class Compared:
     seconds: float
 
 
-def compare_mechanisms(n: int, p: float, epsilon: float, delta: float, bands: int = 4,
-                       nu: float = 0.01, tree: bool = False, dense_limit: int = 256
-                       ) -> list[Compared]:
+def compare_mechanisms(
+    n: int,
+    p: float,
+    epsilon: float,
+    delta: float,
+    bands: int = 4,
+    nu: float = 0.01,
+    tree: bool = False,
+    dense_limit: int = 256,
+) -> list[Compared]:
     """Calibrate every mechanism to (epsilon, delta) at the same expected batch size.
 
     Args:
@@ -83,8 +90,9 @@ def compare_mechanisms(n: int, p: float, epsilon: float, delta: float, bands: in
     workload = prefix_workload(n)
     table: list[Compared] = []
 
-    def add(name: str, sampling: str, accountant: str, strategy: Strategy,
-            solve: Callable[[], float]) -> None:
+    def add(
+        name: str, sampling: str, accountant: str, strategy: Strategy, solve: Callable[[], float]
+    ) -> None:
         started = time.perf_counter()
         sigma = solve()
         seconds = time.perf_counter() - started
@@ -93,17 +101,41 @@ def compare_mechanisms(n: int, p: float, epsilon: float, delta: float, bands: in
 
     for name, strategy in (*banded, *full):
         if (name, strategy) in banded or n <= dense_limit:
-            add(name, "poisson", "mmcc", strategy, lambda s=strategy: calibrate(  # type: ignore[misc]
-                epsilon, delta, lambda sigma, h: poisson(s, n, p, sigma, delta, step=h).epsilon()))
-        add(name, "fixed_order", "gaussian", strategy,
+            add(
+                name,
+                "poisson",
+                "mmcc",
+                strategy,
+                lambda s=strategy: calibrate(  # type: ignore[misc]
+                    epsilon,
+                    delta,
+                    lambda sigma, h: poisson(s, n, p, sigma, delta, step=h).epsilon(),
+                ),
+            )
+        add(
+            name,
+            "fixed_order",
+            "gaussian",
+            strategy,
             lambda s=strategy: calibrate_gaussian(  # type: ignore[misc]
-                epsilon, delta, s.sensitivity(n, schema)))
+                epsilon, delta, s.sensitivity(n, schema)
+            ),
+        )
     for name, strategy in banded:
         if strategy.bands(n) * p <= 1.0:
-            add(name, "cyclic_poisson", "cyclic", strategy,
-                lambda s=strategy: calibrate(epsilon, delta,  # type: ignore[misc]
+            add(
+                name,
+                "cyclic_poisson",
+                "cyclic",
+                strategy,
+                lambda s=strategy: calibrate(
+                    epsilon,
+                    delta,  # type: ignore[misc]
                     lambda sigma, h: CyclicPoissonAccountant(
-                        s, n, p, sigma, delta, step=h).epsilon()))
+                        s, n, p, sigma, delta, step=h
+                    ).epsilon(),
+                ),
+            )
     return table
 
 
@@ -111,7 +143,6 @@ def format_table(rows: Sequence[Compared]) -> str:
     """The comparison as a Markdown table, best error first within each sampler."""
     lines = ["| sampling | strategy | sigma | RMSE | seconds |", "|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda r: (r.sampling, r.rmse)):
-        lines.append(
-            f"| {row.sampling} | {row.name} | {row.sigma:.4g} | {row.rmse:.4g} | {row.seconds:.2f} |"
-        )
+        numbers = f"{row.sigma:.4g} | {row.rmse:.4g} | {row.seconds:.2f}"
+        lines.append(f"| {row.sampling} | {row.name} | {numbers} |")
     return "\n".join(lines)

@@ -23,8 +23,8 @@ from lightning_modules.components.privacy import (
     Participation,
     SquareRoot,
     Strategy,
+    theory,
 )
-from lightning_modules.components.privacy import theory
 from lightning_modules.components.privacy.optimise import (
     _log_loss,
     buffered_coefficients,
@@ -53,12 +53,25 @@ GOLDEN = json.loads((FOLDER / "closed_forms.json").read_text())
 STREAMS = np.load(FOLDER / "streams.npz")
 
 EVERY: list[Strategy] = [
-    Identity(), NuToeplitz(0.05), NuToeplitz(0.05, 6), SquareRoot(), SquareRoot(5), AntiPGD(),
-    AntiPGD(0.1), BandedInverse(4), BandedToeplitz([0.9, 0.4, 0.2]),
-    BandedToeplitz([1.0, 0.6], normalise_columns=True), BLT([0.95, 0.5], [0.2, 0.3]),
-    OptimisedBLT(2), OptimisedBLT(3, nu=0.05), OptimisedBandedToeplitz(4), OptimisedDense(),
-    BinaryTree(), Dense([[1.0 if i == j else 0.3 / (i - j) if j < i else 0.0 for j in range(24)]
-                         for i in range(24)]),
+    Identity(),
+    NuToeplitz(0.05),
+    NuToeplitz(0.05, 6),
+    SquareRoot(),
+    SquareRoot(5),
+    AntiPGD(),
+    AntiPGD(0.1),
+    BandedInverse(4),
+    BandedToeplitz([0.9, 0.4, 0.2]),
+    BandedToeplitz([1.0, 0.6], normalise_columns=True),
+    BLT([0.95, 0.5], [0.2, 0.3]),
+    OptimisedBLT(2),
+    OptimisedBLT(3, nu=0.05),
+    OptimisedBandedToeplitz(4),
+    OptimisedDense(),
+    BinaryTree(),
+    Dense(
+        [[1.0 if i == j else 0.3 / (i - j) if j < i else 0.0 for j in range(24)] for i in range(24)]
+    ),
 ]
 
 
@@ -114,8 +127,10 @@ def test_nothing_beats_nu_equal_to_the_learning_rate_in_mean_estimation() -> Non
     eta, generator = 0.1, np.random.default_rng(0)
     base, best = theory.nu_spectrum(eta), theory.mean_estimation_optimum(eta)
     for _ in range(10):
-        a, k = generator.normal(size=5) * 0.2, np.arange(1, 6)
-        risk = theory.privacy_risk(eta, 1.0, lambda w, a=a: base(w) * np.exp(a @ np.cos(k * w)))
+        a = generator.normal(size=5) * 0.2
+        risk = theory.privacy_risk(
+            eta, 1.0, lambda w, a=a: base(w) * np.exp(a @ np.cos(np.arange(1, 6) * w))
+        )
         assert risk > best
     for nu in (0.02, 0.2):
         assert theory.privacy_risk(eta, 1.0, theory.nu_spectrum(nu)) > best
@@ -164,8 +179,11 @@ def brute_force(matrix: np.ndarray, schema: Participation) -> float:
     for size in range(1, schema.max_participations + 1):
         for steps in itertools.combinations(range(n), size):
             gaps = np.diff(steps)
-            allowed = gaps == schema.min_separation if schema.fixed_order else (
-                gaps >= schema.min_separation)
+            allowed = (
+                gaps == schema.min_separation
+                if schema.fixed_order
+                else (gaps >= schema.min_separation)
+            )
             if np.all(allowed):
                 best = max(best, float(np.linalg.norm(matrix[:, list(steps)].sum(1))))
     return best
@@ -186,9 +204,10 @@ def test_sensitivity_against_all_patterns(gap: int, most: int) -> None:
         )
     random = np.tril(np.random.default_rng(gap).uniform(0.1, 1.0, (n, n)))
     dense = Dense(random.tolist())
-    assert dense.sensitivity(n, Participation(most, gap)) >= brute_force(
-        random, Participation(most, gap)
-    ) - 1e-12
+    assert (
+        dense.sensitivity(n, Participation(most, gap))
+        >= brute_force(random, Participation(most, gap)) - 1e-12
+    )
     banded = Dense(SquareRoot(gap).matrix(n).tolist())  # exact: bands no wider than the separation
     assert banded.sensitivity(n, Participation(most, gap)) == pytest.approx(
         brute_force(SquareRoot(gap).matrix(n), Participation(most, gap)), abs=1e-12
@@ -239,8 +258,10 @@ def test_analytic_gradient_of_the_loss() -> None:
     _, gradient = _log_loss(c, 9, workload, shifts)
     for k in range(9):
         step = np.eye(1, 9, k)[0] * 1e-6
-        numeric = (_log_loss(c + step, 9, workload, shifts)[0]
-                   - _log_loss(c - step, 9, workload, shifts)[0]) / 2e-6
+        numeric = (
+            _log_loss(c + step, 9, workload, shifts)[0]
+            - _log_loss(c - step, 9, workload, shifts)[0]
+        ) / 2e-6
         assert gradient[k] == pytest.approx(numeric, rel=1e-6, abs=1e-9)
 
 

@@ -42,8 +42,11 @@ def test_gaussian_noise_is_exact() -> None:
 
 def test_cyclic_poisson_reference_values() -> None:
     # measured before with another implementation: square root of unit norm, delta 1e-5
-    for n, p, bands, sigma, expected in ((2000, 0.01, 4, 3.0, 1.192), (2000, 0.01, 16, 8.0, 0.837),
-                                         (1000, 0.05, 8, 10.0, 1.781)):
+    for n, p, bands, sigma, expected in (
+        (2000, 0.01, 4, 3.0, 1.192),
+        (2000, 0.01, 16, 8.0, 0.837),
+        (1000, 0.05, 8, 10.0, 1.781),
+    ):
         norm = float(SquareRoot(bands).column_norms(n)[0])
         found = CyclicPoissonAccountant(SquareRoot(bands), n, p, sigma * norm, 1e-5, step=1e-3)
         assert found.epsilon() == pytest.approx(expected, abs=1e-3)

@@ -117,9 +117,7 @@ def test_exact_mechanism_lies_between_the_yardstick_and_the_guarantee(name: str)
             found = accountant.guarantee()
             assert found.eps_rowwise_p <= exact <= found.eps_remove
             assert found.epsilon == pytest.approx(case["eps_mmcc_delta_1e-5"], abs=5e-5)
-            assert found.eps_rowwise_p == pytest.approx(
-                case["eps_rowwise_p_delta_1e-5"], abs=5e-5
-            )
+            assert found.eps_rowwise_p == pytest.approx(case["eps_rowwise_p_delta_1e-5"], abs=5e-5)
 
 
 @pytest.mark.parametrize("case", GOLDEN["gaussian_limit"])

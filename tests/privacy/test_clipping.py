@@ -89,7 +89,7 @@ def test_both_ways_equal_one_backward_per_example(name: str, clip: float) -> Non
     ghost = by_hooks(net, x, y, clip)
     summed = by_hooks(net, x, y, clip, "sum")
     for found in (vmapped, chunked, ghost, summed):
-        assert found.count == 5
+        assert found.examples == 5
         assert int(found.clipped) == (5 if clip < 1 else 0)
         for key in names:
             torch.testing.assert_close(found.gradients[key], expected[key], atol=1e-5, rtol=1e-4)
@@ -104,8 +104,13 @@ def test_every_example_is_bounded_and_broken_ones_count_zero(way: str) -> None:
     def find(rows: Tensor, labels: Tensor):
         if way == "ghost":
             return by_hooks(net, rows, labels, 0.5)
-        return clipped_sum(net, lambda b: F.cross_entropy(net(b[0]), b[1], reduction="none"),
-                           (rows, labels), 0.5, names)
+        return clipped_sum(
+            net,
+            lambda b: F.cross_entropy(net(b[0]), b[1], reduction="none"),
+            (rows, labels),
+            0.5,
+            names,
+        )
 
     for i in range(4):
         one = find(x[i : i + 1], y[i : i + 1]).gradients
@@ -132,9 +137,10 @@ def test_an_empty_batch_gives_zero(name: str) -> None:
     clipper.close()
     assert all(not g.any() for g in found.gradients.values())
     names = [n for n, _ in net.named_parameters()]
-    other = clipped_sum(net, lambda b: F.cross_entropy(net(b[0]), b[1], reduction="none"),
-                        (x[:0], y), 1.0, names)
-    assert other.count == 0
+    other = clipped_sum(
+        net, lambda b: F.cross_entropy(net(b[0]), b[1], reduction="none"), (x[:0], y), 1.0, names
+    )
+    assert other.examples == 0
     assert all(not g.any() for g in other.gradients.values())
 
 

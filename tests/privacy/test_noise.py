@@ -18,8 +18,15 @@ from lightning_modules.components.privacy import (
     WhiteNoise,
 )
 
-STRATEGIES = [Identity(), SquareRoot(4), NuToeplitz(0.1), OptimisedBLT(2), AntiPGD(0.1),
-              BandedInverse(3), BinaryTree()]
+STRATEGIES = [
+    Identity(),
+    SquareRoot(4),
+    NuToeplitz(0.1),
+    OptimisedBLT(2),
+    AntiPGD(0.1),
+    BandedInverse(3),
+    BinaryTree(),
+]
 SIZE, STEPS = 700, 12
 
 
@@ -48,8 +55,13 @@ def test_sharded_and_resumed_streams_are_bitwise_the_whole_one(strategy: Strateg
 
 
 def test_memory_is_that_of_the_bands_or_buffers() -> None:
-    for strategy, vectors in ((Identity(), 0), (SquareRoot(4), 3), (OptimisedBLT(3), 3),
-                              (NuToeplitz(0.1), 0), (BinaryTree(), 0)):
+    for strategy, vectors in (
+        (Identity(), 0),
+        (SquareRoot(4), 3),
+        (OptimisedBLT(3), 3),
+        (NuToeplitz(0.1), 0),
+        (BinaryTree(), 0),
+    ):
         stream = make(strategy)
         for _ in range(5):
             stream.step()
@@ -67,8 +79,9 @@ def test_one_band_and_strong_damping_are_independent_noise_bit_for_bit() -> None
         assert torch.equal(damped.step(), expected)
 
 
-@pytest.mark.parametrize("strategy", [SquareRoot(3), NuToeplitz(0.1), OptimisedBLT(2)],
-                         ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "strategy", [SquareRoot(3), NuToeplitz(0.1), OptimisedBLT(2)], ids=lambda s: type(s).__name__
+)
 def test_empirical_covariance(strategy: Strategy) -> None:
     n, draws = 6, 20_000
     white = WhiteNoise(draws, 1, dtype=torch.float64)

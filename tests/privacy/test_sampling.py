@@ -1,6 +1,7 @@
 """Orders whose sampling an accountant can credit."""
 
 import math
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -76,10 +77,10 @@ def test_fixed_order_uses_every_example_once_also_in_a_short_last_batch() -> Non
     order = FixedOrder(10, 4)
     batches = list(order.batches())
     assert [len(b) for b in batches] == [4, 4, 2]
-    assert sorted(sum(batches, [])) == list(range(10))
+    assert sorted(chain(*batches)) == list(range(10))
     bins = list(BallsInBinsOrder(10, 2).batches())
     assert len(bins) == 5
-    assert sorted(sum(bins, [])) == list(range(10))
+    assert sorted(chain(*bins)) == list(range(10))
 
 
 def test_cyclic_groups_keep_participations_apart_across_epochs() -> None:
@@ -91,7 +92,7 @@ def test_cyclic_groups_keep_participations_apart_across_epochs() -> None:
         counts += len(members)
         for member in members:
             steps.setdefault(member, []).append(t)
-    assert all((b - a) % 4 == 0 for seen in steps.values() for a, b in zip(seen, seen[1:]))
+    assert all((b - a) % 4 == 0 for seen in steps.values() for a, b in pairwise(seen))
     assert counts / 400 == pytest.approx(6, abs=5 * math.sqrt(6 / 400))
     order.groups = 11
     with pytest.raises(ValueError, match="1 to 10 groups, got 11"):

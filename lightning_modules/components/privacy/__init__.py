@@ -20,6 +20,7 @@ from lightning_modules.components.privacy.amplification import (
     mmcc,
 )
 from lightning_modules.components.privacy.clipping import ClippedSum, clipped_sum
+from lightning_modules.components.privacy.dense_strategies import BinaryTree, Dense, OptimisedDense
 from lightning_modules.components.privacy.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
@@ -37,17 +38,14 @@ from lightning_modules.components.privacy.strategies import (
     AntiPGD,
     BandedInverse,
     BandedToeplitz,
-    BinaryTree,
-    Dense,
     Identity,
     NuToeplitz,
     OptimisedBandedToeplitz,
     OptimisedBLT,
-    OptimisedDense,
     SquareRoot,
-    Strategy,
     parse_strategy,
 )
+from lightning_modules.components.privacy.strategy import Strategy
 
 __all__ = [
     "BLT",

@@ -16,9 +16,13 @@ from lightning_modules.components.privacy.amplification import (
 )
 from lightning_modules.components.privacy.gaussian import gaussian_epsilon, gaussian_mu
 from lightning_modules.components.privacy.mixture import Mixture
-from lightning_modules.components.privacy.participation import Participation
+from lightning_modules.components.privacy.participation import (
+    Participation,
+    matrix_sensitivity,
+    toeplitz_sensitivity,
+)
 from lightning_modules.components.privacy.pld import compose, discretise
-from lightning_modules.components.privacy.strategies import Strategy
+from lightning_modules.components.privacy.strategy import Strategy
 
 FINE, COARSE = 1e-4, 1e-3
 """Grid steps (nats): of what is reported, and of what is used while calibrating."""
@@ -46,8 +50,9 @@ class GaussianAccountant:
         delta: failure probability.
     """
 
-    def __init__(self, strategy: Strategy, n: int, participation: Participation, sigma: float,
-                 delta: float) -> None:
+    def __init__(
+        self, strategy: Strategy, n: int, participation: Participation, sigma: float, delta: float
+    ) -> None:
         check_parameters(n, 1.0, sigma, delta, None)
         participation.check(n)
         self.strategy, self.n, self.participation = strategy, n, participation
@@ -62,12 +67,8 @@ class GaussianAccountant:
             return 0.0
         column = self.strategy.coefficients(self.n)
         if column is not None:
-            from lightning_modules.components.privacy.participation import toeplitz_sensitivity
-
             sens = toeplitz_sensitivity(column[:steps], steps, self.participation.limited(steps))
         else:
-            from lightning_modules.components.privacy.participation import matrix_sensitivity
-
             block = self.strategy.matrix(self.n)[:steps, :steps]
             sens = matrix_sensitivity(block, self.participation.limited(steps))
         return gaussian_epsilon(sens / self.sigma, self.delta)
@@ -89,8 +90,16 @@ class CyclicPoissonAccountant:
         step: grid spacing of privacy losses, in nats.
     """
 
-    def __init__(self, strategy: Strategy, n: int, p: float, sigma: float, delta: float,
-                 groups: int | None = None, step: float = FINE) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        n: int,
+        p: float,
+        sigma: float,
+        delta: float,
+        groups: int | None = None,
+        step: float = FINE,
+    ) -> None:
         check_parameters(n, p, sigma, delta, None)
         bands = strategy.bands(n)
         self.groups = bands if groups is None else groups
@@ -126,17 +135,32 @@ class CyclicPoissonAccountant:
         return compose(parts, tilt=tilt_for(parts, self.delta)).epsilon(self.delta)
 
 
-def poisson(strategy: Strategy, n: int, p: float, sigma: float, delta: float,
-            delta1: float | None = None, tail: Tail = "paper", step: float = FINE
-            ) -> PoissonAccountant:
+def poisson(
+    strategy: Strategy,
+    n: int,
+    p: float,
+    sigma: float,
+    delta: float,
+    delta1: float | None = None,
+    tail: Tail = "paper",
+    step: float = FINE,
+) -> PoissonAccountant:
     """Conditional composition (MMCC) for a strategy object."""
-    return PoissonAccountant(strategy.accounted(n), n, p, sigma, delta, delta1, tail=tail,
-                             step=step)
+    return PoissonAccountant(
+        strategy.accounted(n), n, p, sigma, delta, delta1, tail=tail, step=step
+    )
 
 
-def calibrate(target_epsilon: float, delta: float, epsilon_of: Callable[[float, float], float], *,
-              start: float = 1.0, tolerance: float = 4e-4, fine: float = FINE,
-              coarse: float = COARSE) -> float:
+def calibrate(
+    target_epsilon: float,
+    delta: float,
+    epsilon_of: Callable[[float, float], float],
+    *,
+    start: float = 1.0,
+    tolerance: float = 4e-4,
+    fine: float = FINE,
+    coarse: float = COARSE,
+) -> float:
     """Smallest noise multiplier that reaches a target, to a relative ``tolerance``, never below.
 
     Args:

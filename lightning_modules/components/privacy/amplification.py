@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,24 +115,19 @@ def conditional_probabilities(
         overlaps = gram[columns, :i]
         square = gram[columns, columns]
         norm = np.sqrt(square)
-        bound: Callable[[Array, float], float]
         if tail == "joint":
-            reach = np.array([
-                _cached(known, row, float(length), lambda v, s: tails.joint_quantile(
-                    v, p, sigma * s, failure, _method(method, v)))
-                if length > 0 else 0.0
-                for row, length in zip(overlaps, norm, strict=True)
-            ])
+            reach = np.zeros(columns.size)
+            for k in np.nonzero(norm)[0]:
+                key = _key(overlaps[k], norm[k])
+                if key not in known:
+                    chosen = _method(method, overlaps[k])
+                    known[key] = tails.joint_quantile(
+                        overlaps[k], p, sigma * float(norm[k]), failure, chosen
+                    )
+                reach[k] = known[key]
             exponent = (2 * reach - square) / (2 * sigma**2)
         else:
-            chosen = [_method(method, row) for row in overlaps]
-            if all(name == "chernoff" for name in chosen):
-                reach = tails.chernoff(overlaps, p, failure)
-            else:
-                reach = np.array([
-                    _cached(known, row, 0.0, lambda v, _, m=name: tails.quantile(v, p, failure, m))
-                    for row, name in zip(overlaps, chosen, strict=True)
-                ])
+            reach = _quantiles(overlaps, p, failure, method, known)
             if tail == "conservative":
                 reach = reach + overlaps.sum(axis=1) - square
             exponent = z * norm / sigma + (2 * reach - square) / (2 * sigma**2)
@@ -151,13 +145,24 @@ def _method(method: tails.Method, values: Array) -> tails.Method:
     return "exact" if terms <= tails.EXACT_TERMS else "grid" if terms <= 64 else "chernoff"
 
 
-def _cached(known: dict[bytes, float], row: Array, extra: float,
-            bound: Callable[[Array, float], float]) -> float:
-    values = np.sort(row[row > 0])
-    key = np.round(np.append(values, extra), 14).tobytes()
-    if key not in known:
-        known[key] = bound(values, extra)
-    return known[key]
+def _quantiles(
+    overlaps: Array, p: float, failure: float, method: tails.Method, known: dict[bytes, float]
+) -> Array:
+    """Upper quantile of every row's weighted Bernoulli sum; equal rows are computed once."""
+    chosen = [_method(method, row) for row in overlaps]
+    if all(name == "chernoff" for name in chosen):
+        return tails.chernoff(overlaps, p, failure)
+    reach = np.zeros(len(overlaps))
+    for k, name in enumerate(chosen):
+        key = _key(overlaps[k], 0.0)
+        if key not in known:
+            known[key] = tails.quantile(overlaps[k], p, failure, name)
+        reach[k] = known[key]
+    return reach
+
+
+def _key(row: Array, extra: float) -> bytes:
+    return np.append(np.sort(row[row > 0]), extra).tobytes()
 
 
 @dataclass(frozen=True)
@@ -206,9 +211,20 @@ class PoissonAccountant:
         law_step: rounding of row sums, relative to the largest entry, beyond 10 non-zeros.
     """
 
-    def __init__(self, strategy: ArrayLike, n: int, p: float, sigma: float, delta: float,
-                 delta1: float | None = None, *, tail: Tail = "paper",
-                 method: tails.Method = "auto", step: float = 1e-4, law_step: float = 3e-3) -> None:
+    def __init__(
+        self,
+        strategy: ArrayLike,
+        n: int,
+        p: float,
+        sigma: float,
+        delta: float,
+        delta1: float | None = None,
+        *,
+        tail: Tail = "paper",
+        method: tails.Method = "auto",
+        step: float = 1e-4,
+        law_step: float = 3e-3,
+    ) -> None:
         started = time.perf_counter()
         check_parameters(n, p, sigma, delta, delta1)
         if tail not in ("paper", "joint", "conservative"):
@@ -312,8 +328,12 @@ class PoissonAccountant:
                 rowwise = compose_all(self, flat).epsilon(self.delta)
         below = self.p_tilde[np.tril(self.matrix, -1) > 0]
         return AmplifiedGuarantee(
-            epsilon=max(remove, add), delta=self.delta, delta1=self.delta1, eps_remove=remove,
-            eps_add=add, eps_rowwise_p=rowwise,
+            epsilon=max(remove, add),
+            delta=self.delta,
+            delta1=self.delta1,
+            eps_remove=remove,
+            eps_add=add,
+            eps_rowwise_p=rowwise,
             p_tilde_mean=float(below.mean()) if below.size else self.p,
             p_tilde_max=float(below.max()) if below.size else self.p,
             distinct_rows=len({id(row) for row in self._rows}),
@@ -336,12 +356,23 @@ def tilt_for(parts: list[tuple[PrivacyLoss, int]], delta: float) -> float:
     return float(orders[best])
 
 
-def mmcc(strategy: ArrayLike, n: int, p: float, sigma: float, delta: float,
-         delta1: float | None = None, *, tail: Tail = "paper", method: tails.Method = "auto",
-         step: float = 1e-4, law_step: float = 3e-3) -> AmplifiedGuarantee:
+def mmcc(
+    strategy: ArrayLike,
+    n: int,
+    p: float,
+    sigma: float,
+    delta: float,
+    delta1: float | None = None,
+    *,
+    tail: Tail = "paper",
+    method: tails.Method = "auto",
+    step: float = 1e-4,
+    law_step: float = 3e-3,
+) -> AmplifiedGuarantee:
     """(epsilon, delta) guarantee of a matrix mechanism under Poisson sampling.
 
     Arguments as for :class:`PoissonAccountant`.
     """
-    return PoissonAccountant(strategy, n, p, sigma, delta, delta1, tail=tail, method=method,
-                             step=step, law_step=law_step).guarantee()
+    return PoissonAccountant(
+        strategy, n, p, sigma, delta, delta1, tail=tail, method=method, step=step, law_step=law_step
+    ).guarantee()

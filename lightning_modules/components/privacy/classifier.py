@@ -46,6 +46,7 @@ class Cooldown:
         self.steps, self.fraction, self.final = 0, fraction, final
 
     def __call__(self, step: int) -> float:
+        """Factor at a step."""
         start = self.steps * (1.0 - self.fraction)
         if step <= start or self.fraction == 0.0 or not self.steps:
             return 1.0

@@ -16,13 +16,13 @@ class ClippedSum(NamedTuple):
 
     Attributes:
         gradients: parameter name -> sum over examples of the clipped gradient, float32.
-        count: examples in the batch.
+        examples: examples in the batch.
         clipped: examples whose gradient was longer than the clip norm.
         nonfinite: examples whose gradient was not finite; they contribute zero.
     """
 
     gradients: dict[str, Tensor]
-    count: int
+    examples: int
     clipped: Tensor
     nonfinite: Tensor
 
@@ -94,8 +94,12 @@ def clipped_sum(
     parameters = dict(module.named_parameters())
     count = batch_size(batch)
     chosen = {f"module.{name}": parameters[name].detach() for name in names}
-    total = {name: torch.zeros(parameters[name].shape, dtype=torch.float32,
-                               device=parameters[name].device) for name in names}
+    total = {
+        name: torch.zeros(
+            parameters[name].shape, dtype=torch.float32, device=parameters[name].device
+        )
+        for name in names
+    }
     device = next(iter(total.values())).device
     clipped = torch.zeros((), dtype=torch.int64, device=device)
     nonfinite = torch.zeros((), dtype=torch.int64, device=device)

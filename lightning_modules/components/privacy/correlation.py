@@ -102,8 +102,8 @@ class BandedCorrelator(Correlator):
 
     @property
     def memory(self) -> int:
-        """b - 1 past outputs."""
-        return self.width
+        """B - 1 past outputs."""
+        return int(self.width)
 
     def state(self) -> dict[str, Tensor]:
         """Ring buffer of past outputs."""
@@ -148,15 +148,16 @@ class BufferedCorrelator(Correlator):
         white = draw(t)
         if self.buffers is None:
             self.buffers = white.new_zeros(self.decay.size, white.numel())
-        options = {"dtype": white.dtype, "device": white.device}
-        out: Tensor = white - torch.as_tensor(self.scale, **options) @ self.buffers
-        self.buffers.mul_(torch.as_tensor(self.decay, **options)[:, None]).add_(out)
+        scale = torch.as_tensor(self.scale, dtype=white.dtype, device=white.device)
+        decay = torch.as_tensor(self.decay, dtype=white.dtype, device=white.device)
+        out: Tensor = white - scale @ self.buffers
+        self.buffers.mul_(decay[:, None]).add_(out)
         return out
 
     @property
     def memory(self) -> int:
         """One vector a buffer."""
-        return int(self.decay.size)
+        return len(self.decay)
 
     def state(self) -> dict[str, Tensor]:
         """The buffers."""

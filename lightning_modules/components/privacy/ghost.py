@@ -103,7 +103,7 @@ class GhostClipper:
             known = use.upstream
             use.upstream = upstream.detach() if known is None else known + upstream.detach()
 
-        output.register_hook(keep)
+        output.register_hook(keep)  # type: ignore[no-untyped-call]
 
     def clipped_sum(self, count: int, clip_norm: float, scale: float) -> ClippedSum:
         """Clip and sum what was recorded since :meth:`start`.
@@ -168,13 +168,16 @@ def _rows(use: _Use) -> tuple[Tensor, Tensor]:
     if isinstance(layer, nn.Linear):
         # explicit numbers of positions: a batch may be empty
         positions = a[0].numel() // a.shape[-1] if len(a) else 1
-        return (a.reshape(len(a), positions, layer.in_features),
-                g.reshape(len(g), positions, layer.out_features))
+        return (
+            a.reshape(len(a), positions, layer.in_features),
+            g.reshape(len(g), positions, layer.out_features),
+        )
     assert isinstance(layer, nn.Conv1d | nn.Conv2d)
     if isinstance(layer, nn.Conv1d):
         a, g = a.unsqueeze(2), g.unsqueeze(2)
-        kernel = (1, layer.kernel_size[0])
-        dilation, stride = (1, layer.dilation[0]), (1, layer.stride[0])
+        kernel: tuple[int, ...] = (1, layer.kernel_size[0])
+        dilation: tuple[int, ...] = (1, layer.dilation[0])
+        stride: tuple[int, ...] = (1, layer.stride[0])
         padding = (0, int(layer.padding[0]))
     else:
         kernel, dilation, stride = layer.kernel_size, layer.dilation, layer.stride
@@ -241,8 +244,8 @@ def _gradients(use: _Use, role: str) -> Tensor:
     if role == "bias":
         return g.sum(1)
     groups = _groups(use)
-    a = a.unflatten(2, (groups, -1)) if len(a) else a.reshape(0, 1, groups, a.shape[2] // groups)
-    g = g.unflatten(2, (groups, -1)) if len(g) else g.reshape(0, 1, groups, g.shape[2] // groups)
+    a = a.reshape(*a.shape[:2], groups, a.shape[2] // groups)
+    g = g.reshape(*g.shape[:2], groups, g.shape[2] // groups)
     weight = torch.einsum("btgo,btgi->bgoi", g, a).flatten(1, 2)
     assert isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
     return weight.reshape(len(weight), *layer.weight.shape)
@@ -266,9 +269,11 @@ def _weighted_sum(use: _Use, role: str, weights: Tensor, keep: Tensor | None) ->
         tokens, g = _tokens(use)
         g = select(g) * weights[:, None, None]
         out = g.new_zeros(layer.num_embeddings, layer.embedding_dim)
-        return out.index_add_(0, tokens.flatten(), g.flatten(0, 1))
+        summed: Tensor = out.index_add_(0, tokens.flatten(), g.flatten(0, 1))
+        return summed
     if isinstance(layer, nn.LayerNorm | nn.GroupNorm):
-        return torch.tensordot(weights, select(_gradients(use, role)), dims=1)
+        total: Tensor = torch.tensordot(weights, select(_gradients(use, role)), dims=1)
+        return total
     a, g = _rows(use)
     a, g = select(a), select(g) * weights[:, None, None]
     if role == "bias":

@@ -43,7 +43,9 @@ class Mixture:
         s = np.atleast_1d(np.asarray(sensitivities, dtype=np.float64))
         w = np.atleast_1d(np.asarray(weights, dtype=np.float64))
         if s.shape != w.shape or s.ndim != 1:
-            raise ValueError(f"sensitivities {s.shape} and weights {w.shape} must be two equal rows")
+            raise ValueError(
+                f"sensitivities {s.shape} and weights {w.shape} must be two equal rows"
+            )
         if not np.all(np.isfinite(s)) or np.any(s < 0):
             raise ValueError("sensitivities must be finite and >= 0")
         if not np.all(np.isfinite(w)) or np.any(w < 0) or abs(w.sum() - 1.0) > 1e-9:
@@ -51,7 +53,8 @@ class Mixture:
         if not (np.isfinite(sigma) and sigma > 0):
             raise ValueError(f"sigma must be positive, got {sigma}")
         points, place = np.unique(s, return_inverse=True)
-        mass = np.bincount(place, weights=w, minlength=points.size)
+        mass = np.zeros(points.size)
+        np.add.at(mass, place, w)
         return cls(points[mass > 0], mass[mass > 0], float(sigma))
 
     @property
@@ -111,8 +114,16 @@ class Mixture:
         rise = values[place + 1] - values[place]
         part = np.where(rise > 0, (target - values[place]) / np.where(rise > 0, rise, 1.0), 0.5)
         guess = left + np.clip(part, 0.0, 1.0) * (right - left)
-        guess = _hermite(left, right, values[place], values[place + 1], slopes[place],
-                         slopes[place + 1], target, guess)
+        guess = _hermite(
+            left,
+            right,
+            values[place],
+            values[place + 1],
+            slopes[place],
+            slopes[place + 1],
+            target,
+            guess,
+        )
         active = np.arange(target.size)
         for _ in range(60):
             value, slope = self.log_ratio(guess[active])
@@ -167,7 +178,7 @@ class Mixture:
             delta = np.where(upper, everything - gap, gap)
         out = np.empty_like(delta)
         out[order] = np.clip(delta, 0.0, 1.0)
-        return out.reshape(np.shape(epsilon))
+        return np.asarray(out.reshape(np.shape(epsilon)), dtype=np.float64)
 
 
 def _logsumexp(terms: Array) -> Array:
@@ -178,8 +189,14 @@ def _logsumexp(terms: Array) -> Array:
 
 
 def _hermite(
-    left: Array, right: Array, low: Array, high: Array, low_slope: Array, high_slope: Array,
-    target: Array, guess: Array,
+    left: Array,
+    right: Array,
+    low: Array,
+    high: Array,
+    low_slope: Array,
+    high_slope: Array,
+    target: Array,
+    guess: Array,
 ) -> Array:
     """One cubic inverse-interpolation step; falls back on ``guess`` outside the cell."""
     rise = high - low
@@ -187,18 +204,14 @@ def _hermite(
         t = (target - low) / rise
         a, b = rise / low_slope, rise / high_slope  # slopes of x(value) on the unit interval
         width = right - left
-        cubic = (
-            left
-            + width * t * t * (3 - 2 * t)
-            + a * t * (1 - t) ** 2
-            - b * t * t * (1 - t)
-        )
+        cubic = left + width * t * t * (3 - 2 * t) + a * t * (1 - t) ** 2 - b * t * t * (1 - t)
     inside = (cubic >= left) & (cubic <= right)
     return np.where(inside, cubic, guess)
 
 
-def bernoulli_sum(values: ArrayLike, probabilities: ArrayLike, *, exact_terms: int = 10,
-                  step: float = 1e-2) -> tuple[Array, Array, float]:
+def bernoulli_sum(
+    values: ArrayLike, probabilities: ArrayLike, *, exact_terms: int = 10, step: float = 1e-2
+) -> tuple[Array, Array, float]:
     """Law of ``sum_j values_j Bern(probabilities_j)`` with the values rounded up if need be.
 
     Args:
@@ -218,12 +231,15 @@ def bernoulli_sum(values: ArrayLike, probabilities: ArrayLike, *, exact_terms: i
     if v.size == 0:
         return np.zeros(1), np.ones(1), 0.0
     if v.size <= exact_terms:
-        points, mass = np.zeros(1), np.ones(1)
+        points: Array = np.zeros(1)
+        mass: Array = np.ones(1)
         for value, prob in zip(v, q, strict=True):
             points = np.concatenate([points, points + value])
             mass = np.concatenate([mass * (1 - prob), mass * prob])
         points, place = np.unique(points, return_inverse=True)
-        mass = np.bincount(place, weights=mass, minlength=points.size)
+        merged = np.zeros(points.size)
+        np.add.at(merged, place, mass)
+        mass = merged
     else:
         unit = step * float(v.max())
         shifts: Sequence[int] = np.ceil(v / unit - 1e-12).astype(int).tolist()
@@ -234,7 +250,7 @@ def bernoulli_sum(values: ArrayLike, probabilities: ArrayLike, *, exact_terms: i
             mass[: reach + 1] *= 1 - prob
             mass[shift : shift + reach + 1] += moved
             reach += shift
-        points = unit * np.arange(mass.size)
+        points = np.asarray(unit * np.arange(mass.size), dtype=np.float64)
     above = np.cumsum(mass[::-1])[::-1]
     cut = int(np.searchsorted(-above, -TAIL, side="left"))
     cut = max(cut, 1)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "silu": nn.SiLU,
 }
 
 
@@ -29,8 +32,9 @@ class MLP(nn.Module):
         activation: "tanh", "relu", "elu" or "silu".
     """
 
-    def __init__(self, features: int, hidden: Sequence[int], classes: int,
-                 activation: str = "tanh") -> None:
+    def __init__(
+        self, features: int, hidden: Sequence[int], classes: int, activation: str = "tanh"
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         width = features
@@ -60,9 +64,14 @@ class DPVGG(nn.Module):
         activation: see :class:`MLP`.
     """
 
-    def __init__(self, shape: tuple[int, int, int], classes: int,
-                 widths: Sequence[int] = (32, 64, 128), hidden: int = 128,
-                 activation: str = "tanh") -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        widths: Sequence[int] = (32, 64, 128),
+        hidden: int = 128,
+        activation: str = "tanh",
+    ) -> None:
         super().__init__()
         channels, height, width = shape
         factor = 2 ** len(widths)
@@ -74,8 +83,10 @@ class DPVGG(nn.Module):
         layers: list[nn.Module] = []
         for size in widths:
             layers += [
-                nn.Conv2d(channels, size, 3, padding=1), _activation(activation),
-                nn.Conv2d(size, size, 3, padding=1), _activation(activation),
+                nn.Conv2d(channels, size, 3, padding=1),
+                _activation(activation),
+                nn.Conv2d(size, size, 3, padding=1),
+                _activation(activation),
                 nn.MaxPool2d(2),
             ]
             channels = size

@@ -30,9 +30,16 @@ class WhiteNoise:
         chunk: length of a chunk.
     """
 
-    def __init__(self, size: int, seed: int, device: torch.device | str = "cpu",
-                 dtype: torch.dtype = torch.float32, rank: int = 0, world: int = 1,
-                 chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+        world: int = 1,
+        chunk: int = CHUNK,
+    ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         if dtype not in (torch.float32, torch.float64):
@@ -85,13 +92,17 @@ class NoiseStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: the time and the correlator's buffers."""
-        return {"time": self.time, "buffers": {k: v.cpu() for k, v in
-                                               self.correlator.state().items()}}
+        return {
+            "time": self.time,
+            "buffers": {k: v.cpu() for k, v in self.correlator.state().items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where :meth:`state_dict` was taken."""
-        buffers = {k: v.to(device=self.white.device, dtype=self.white.dtype)
-                   for k, v in state["buffers"].items()}
+        buffers = {
+            k: v.to(device=self.white.device, dtype=self.white.dtype)
+            for k, v in state["buffers"].items()
+        }
         for name, buffer in buffers.items():
             if buffer.shape[-1] != self.white.size:
                 raise ValueError(

@@ -88,14 +88,21 @@ def _banded(n: int, bands: int, momentum: float, shifts: tuple[int, ...]) -> tup
     if bands == 1:
         return (1.0,)
     # C >= 0 keeps the strategy open to amplification; the optimum lies inside for these workloads.
-    found = minimize(value, start[1:], jac=True, method="L-BFGS-B", bounds=[(0.0, None)] *
-                     (bands - 1), options={"maxiter": 500, "maxfun": 2000, "ftol": 1e-13})
+    found = minimize(
+        value,
+        start[1:],
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[(0.0, None)] * (bands - 1),
+        options={"maxiter": 500, "maxfun": 2000, "ftol": 1e-13},
+    )
     c = np.concatenate([[1.0], found.x])
     return tuple((c / np.linalg.norm(c)).tolist())
 
 
-def optimise_banded(n: int, bands: int, momentum: float = 0.0, participations: int = 1,
-                    separation: int = 1) -> Array:
+def optimise_banded(
+    n: int, bands: int, momentum: float = 0.0, participations: int = 1, separation: int = 1
+) -> Array:
     """Banded Toeplitz coefficients of unit norm that minimise mean error at equal privacy.
 
     L-BFGS from the banded square root, with the analytic gradient; shape (bands,).
@@ -131,9 +138,9 @@ def buffered_inverse(decay: ArrayLike, scale: ArrayLike) -> tuple[Array, Array]:
 
 
 @lru_cache(maxsize=32)
-def _buffers(n: int, buffers: int, momentum: float, shifts: tuple[int, ...]) -> tuple[
-    tuple[float, ...], tuple[float, ...]
-]:
+def _buffers(
+    n: int, buffers: int, momentum: float, shifts: tuple[int, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     workload = np.cumsum(momentum ** np.arange(n))
     target = nu_strategy_coefficients(0.0, n)[1:]
     # Decays spaced evenly in log(1 - decay) between the horizon and one half.
@@ -156,16 +163,22 @@ def _buffers(n: int, buffers: int, momentum: float, shifts: tuple[int, ...]) -> 
         return loss, np.concatenate([-from_lam * gap, (gradient[1:] @ powers) * a])
 
     start = np.log(np.concatenate([1.0 - decay, scale]))
-    found = minimize(value, start, jac=True, method="L-BFGS-B",
-                     bounds=[(np.log(1e-9), np.log(0.999))] * buffers + [(-20.0, 2.0)] * buffers,
-                     options={"maxiter": 500, "maxfun": 2000, "ftol": 1e-13})
+    found = minimize(
+        value,
+        start,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[(np.log(1e-9), np.log(0.999))] * buffers + [(-20.0, 2.0)] * buffers,
+        options={"maxiter": 500, "maxfun": 2000, "ftol": 1e-13},
+    )
     lam, a = 1.0 - np.exp(found.x[:buffers]), np.exp(found.x[buffers:])
     order = np.argsort(-lam)
     return tuple(lam[order].tolist()), tuple(a[order].tolist())
 
 
-def optimise_buffers(n: int, buffers: int, momentum: float = 0.0, participations: int = 1,
-                     separation: int = 1) -> tuple[Array, Array]:
+def optimise_buffers(
+    n: int, buffers: int, momentum: float = 0.0, participations: int = 1, separation: int = 1
+) -> tuple[Array, Array]:
     """Decay and scale of a buffered linear Toeplitz C that minimise mean error at equal privacy.
 
     Raises:

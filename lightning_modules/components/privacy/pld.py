@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy import fft
 from scipy.special import ndtri
 
-from lightning_modules.components.privacy.mixture import TAIL, Direction, Mixture
+from lightning_modules.components.privacy.mixture import TAIL, Mixture
 
 Array = NDArray[np.float64]
 _REACH = float(-ndtri(TAIL))
@@ -43,7 +43,7 @@ class DiscreteLoss:
     @property
     def losses(self) -> Array:
         """Losses in nats, shape (m,)."""
-        return self.step * (self.offset + np.arange(self.mass.size))
+        return np.asarray(self.step * (self.offset + np.arange(self.mass.size)), dtype=np.float64)
 
     @property
     def complete(self) -> bool:
@@ -60,7 +60,7 @@ class DiscreteLoss:
         losses = self.losses
         start = int(np.searchsorted(losses, epsilon, side="right"))
         gaps = -np.expm1(epsilon - losses[start:])
-        return float(min(1.0, self.infinite + self.mass[start:] @ gaps))
+        return min(1.0, self.infinite + float(self.mass[start:] @ gaps))
 
     def epsilon(self, delta: float) -> float:
         """Smallest ``epsilon >= 0`` with ``delta(epsilon) <= delta``; inf if there is none."""
@@ -153,6 +153,7 @@ def discretise(mixture: Mixture, step: float) -> PrivacyLoss:
     q = np.concatenate([np.diff(q_low), -np.diff(q_high)])
     if pivot >= x.size:  # every edge lies below zero
         p, q = np.diff(p_low), np.diff(q_low)
+    p, q = np.maximum(p, 0.0), np.maximum(q, 0.0)
     below_p, below_q = (float(v[0]) for v in mixture.tails(x[:1], upper=False))
     above_p, above_q = (float(v[0]) for v in mixture.tails(x[-1:], upper=True))
     share = -math.expm1(-step)
@@ -191,7 +192,7 @@ def compose(
     if not parts:
         raise ValueError("nothing to compose: give at least one mechanism with a count above 0")
     sides: list[DiscreteLoss] = []
-    for side in cast(tuple[Direction, Direction], ("remove", "add")):
+    for side in ("remove", "add"):
         sides.append(_compose([(getattr(loss, side), n) for loss, n in parts], tilt, tail))
     return PrivacyLoss(*sides)
 

@@ -14,7 +14,9 @@ Method = Literal["auto", "exact", "grid", "chernoff"]
 EXACT_TERMS = 12
 
 
-def law(values: Array, p: float, method: Method = "auto", step: float = 1e-3) -> tuple[Array, Array]:
+def law(
+    values: Array, p: float, method: Method = "auto", step: float = 1e-3
+) -> tuple[Array, Array]:
     """Support (increasing) and weights of ``sum_j values_j Bern(p)``.
 
     "exact" enumerates; "grid" rounds values up to multiples of ``step * max(values)``; "auto"
@@ -26,7 +28,8 @@ def law(values: Array, p: float, method: Method = "auto", step: float = 1e-3) ->
     if method == "exact" or (method == "auto" and v.size <= EXACT_TERMS):
         if v.size > 22:
             raise ValueError(f"exact enumeration takes at most 22 terms, got {v.size}; use 'grid'")
-        points, mass = np.zeros(1), np.ones(1)
+        points: Array = np.zeros(1)
+        mass: Array = np.ones(1)
         for value in v:
             points = np.concatenate([points, points + value])
             mass = np.concatenate([mass * (1 - p), mass * p])
@@ -34,14 +37,14 @@ def law(values: Array, p: float, method: Method = "auto", step: float = 1e-3) ->
         return points[order], mass[order]
     unit = step * float(v.max())
     shifts = np.ceil(v / unit - 1e-12).astype(int)
-    mass = np.zeros(int(shifts.sum()) + 1)
+    mass = np.zeros(int(shifts.sum()) + 1, dtype=np.float64)
     mass[0], reach = 1.0, 0
     for shift in np.sort(shifts):
         moved = mass[: reach + 1] * p
         mass[: reach + 1] *= 1 - p
         mass[shift : shift + reach + 1] += moved
         reach += int(shift)
-    return unit * np.arange(mass.size), mass
+    return np.asarray(unit * np.arange(mass.size), dtype=np.float64), mass
 
 
 def quantile(values: Array, p: float, failure: float, method: Method = "auto") -> float:
@@ -76,11 +79,12 @@ def chernoff(values: Array, p: float, failure: float) -> Array:
     for order in np.geomspace(0.25, 64.0, 25):
         moment = np.log1p(p * np.expm1(order * scaled)).sum(axis=1)
         best = np.minimum(best, (moment + span) / order)
-    return np.minimum(best * unit, total)
+    return np.asarray(np.minimum(best * unit, total), dtype=np.float64)
 
 
-def joint_quantile(values: Array, p: float, noise: float, failure: float,
-                   method: Method = "auto") -> float:
+def joint_quantile(
+    values: Array, p: float, noise: float, failure: float, method: Method = "auto"
+) -> float:
     """Smallest ``t`` with ``Pr[sum_j values_j Bern(p) + noise N(0,1) > t] <= failure``."""
     if method == "chernoff":
         return _joint_chernoff(values, p, noise, failure)

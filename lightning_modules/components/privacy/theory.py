@@ -58,8 +58,13 @@ def _check(learning_rate: float, curvature: float, rho: float) -> None:
         raise ValueError(f"rho must be positive, got {rho}")
 
 
-def privacy_risk(learning_rate: float, curvature: float, spectrum: PowerSpectrum | None = None,
-                 clip_norm: float = 1.0, rho: float = 1.0) -> float:
+def privacy_risk(
+    learning_rate: float,
+    curvature: float,
+    spectrum: PowerSpectrum | None = None,
+    clip_norm: float = 1.0,
+    rho: float = 1.0,
+) -> float:
     """Stationary excess risk of a quadratic due to privacy noise; ``None`` is DP-SGD.
 
     ``(lambda/2) (G^2 gamma_inf^2 / (2 rho)) eta^2/(2 pi) int |B|^2 / |1 - (1 - eta lambda)
@@ -82,7 +87,9 @@ def gradient_risk(learning_rate: float, curvature: float, variance: float = 1.0)
     return curvature / 2 * learning_rate**2 * variance / (1 - decay**2)
 
 
-def mean_estimation_optimum(learning_rate: float, clip_norm: float = 1.0, rho: float = 1.0) -> float:
+def mean_estimation_optimum(
+    learning_rate: float, clip_norm: float = 1.0, rho: float = 1.0
+) -> float:
     """``eta^2 G^2/(4 rho) ((2/pi) K((1-eta)^2))^2``: the least risk, reached by nu = eta."""
     _check(learning_rate, 1.0, rho)
     if learning_rate > 1:
@@ -96,9 +103,14 @@ def mean_estimation_sgd(learning_rate: float, clip_norm: float = 1.0, rho: float
     return privacy_risk(learning_rate, 1.0, None, clip_norm, rho)
 
 
-def predicted_excess_risk(eigenvalues: ArrayLike, learning_rate: float, clip_norm: float = 1.0,
-                          rho: float = 1.0, nu: float | None = None,
-                          taps: ArrayLike | None = None) -> float:
+def predicted_excess_risk(
+    eigenvalues: ArrayLike,
+    learning_rate: float,
+    clip_norm: float = 1.0,
+    rho: float = 1.0,
+    nu: float | None = None,
+    taps: ArrayLike | None = None,
+) -> float:
     """Quadratic prediction for linear regression: the formula summed over the Hessian's spectrum.
 
     Args:
@@ -111,10 +123,13 @@ def predicted_excess_risk(eigenvalues: ArrayLike, learning_rate: float, clip_nor
     """
     if nu is not None and taps is not None:
         raise ValueError("give nu or taps, not both")
-    spectrum = nu_spectrum(nu) if nu is not None else taps_spectrum(taps) if taps is not None else None
+    spectrum = (
+        nu_spectrum(nu) if nu is not None else taps_spectrum(taps) if taps is not None else None
+    )
     values = np.asarray(eigenvalues, dtype=np.float64)
-    return float(sum(privacy_risk(learning_rate, float(v), spectrum, clip_norm, rho)
-                     for v in values))
+    return float(
+        sum(privacy_risk(learning_rate, float(v), spectrum, clip_norm, rho) for v in values)
+    )
 
 
 def effective_dimension(eigenvalues: ArrayLike) -> float:
