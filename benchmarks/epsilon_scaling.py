@@ -162,7 +162,7 @@ def training_step() -> None:
     each = {name: seconds / count * 1e3 for name, seconds in took.items()}
     print(
         f"training step: {each['module']:.2f} ms in the module, {each['plain']:.2f} ms plain "
-        f"({each['module'] / each['plain']:.2f} times); its position-bound noise {noise * 1e3:.2f} ms"
+        f"({each['module'] / each['plain']:.2f} times); its own noise {noise * 1e3:.2f} ms"
     )
 
 

@@ -86,3 +86,7 @@ def check_arguments(module: EpsilonScaling, timestep_sampling: str) -> None:
             f"feature_network must be one of {FEATURES} or a class path, "
             f"got {module.feature_network!r}"
         )
+    if module.reference not in ("train", "test") and not module.reference.endswith(".npz"):
+        raise ValueError(
+            f"reference must be 'train', 'test' or the path of an .npz, got {module.reference!r}"
+        )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_modules.epsilon_scaling.batches import rows_of
+
+CLASSIFIER_IMAGES = 20000
+"""Images that the classifier is trained on at most."""
 
 FEATURES = ("classifier", "pixels", "inception")
 
@@ -125,3 +131,27 @@ class InceptionFeatures(nn.Module):
             pixels = pixels.expand(-1, 3, -1, -1)
         out: Tensor = self.network(pixels)
         return out
+
+
+def build_features(name: str, train_set: Any) -> nn.Module:
+    """Feature network by name or class path, trained on the data where it has to be.
+
+    Args:
+        name: One of `FEATURES`, or the class path of a module that is built without arguments.
+        train_set: Labelled training images.
+
+    Raises:
+        ValueError: If the images have no labels for a classifier.
+    """
+    if name == "pixels":
+        return PixelFeatures(rows_of(train_set, [0]).x[0].numel())
+    if name == "inception":
+        return InceptionFeatures()
+    if name == "classifier":
+        batch = rows_of(train_set, list(range(min(len(train_set), CLASSIFIER_IMAGES))))
+        if getattr(batch, "y", None) is None:
+            raise ValueError("feature_network: classifier needs labels y; use 'pixels'")
+        return ClassifierFeatures.fit(batch.x, batch.y)
+    module, _, attribute = name.rpartition(".")
+    built: nn.Module = getattr(import_module(module), attribute)()
+    return built

@@ -25,13 +25,14 @@ from lightning_modules.components.diffusion import (
 )
 from lightning_modules.components.randomness import seed_from
 from lightning_modules.components.sharding import shard_blocks
+from lightning_modules.epsilon_scaling.batches import Images, rows_of
 from lightning_modules.epsilon_scaling.checks import check_arguments
 from lightning_modules.epsilon_scaling.generation import (
     SamplerSettings,
 )
 from lightning_modules.epsilon_scaling.networks import BLOCKS, build_network, label_or_null
 from lightning_modules.epsilon_scaling.quality import FeatureRows
-from lightning_modules.epsilon_scaling.sampling import Images, SamplesImages, rows_of
+from lightning_modules.epsilon_scaling.sampling import SamplesImages
 from lightning_modules.epsilon_scaling.timestep_sampling import (
     TIMESTEP_SAMPLINGS,
     LossSecondMoment,
@@ -98,7 +99,8 @@ class EpsilonScaling(SamplesImages):
         samples_per_image: Samples drawn for each test or prediction image.
         feature_network: "classifier" (trained on the labelled training set), "pixels",
             "inception", or the class path of your own module with `num_features`.
-        reference: Which images are the reference of the distances, "train" or "test".
+        reference: What the distances compare with: "train" or "test" images of the data, or an
+            `.npz` with images (``arr_0``) or with published moments (``mu``, ``sigma``).
         preview_samples: Samples drawn as a figure after each validation.
         compile: Compile the network (never the sampler).
         optimizer: Default AdamW, learning rate 1e-4, no weight decay.
@@ -156,7 +158,7 @@ class EpsilonScaling(SamplesImages):
         sample_seed: int = 0,
         samples_per_image: int = 1,
         feature_network: str = "classifier",
-        reference: Literal["train", "test"] = "train",
+        reference: str = "train",
         preview_samples: int = 0,
         compile: bool = False,
         optimizer: OptimizerCallable | None = None,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+CHUNK = 2048
+"""Rows of a distance table that are in memory at a time."""
 
 
 class PrecisionRecall(NamedTuple):
@@ -50,9 +54,15 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     return float(frechet_from_moments(*moments(first), *moments(second)))
 
 
+def _squared(rows: Tensor, others: Tensor) -> Iterator[Tensor]:
+    """Squared distances ``(chunk, m)``, a chunk of rows at a time."""
+    for start in range(0, len(rows), CHUNK):
+        yield torch.cdist(rows[start : start + CHUNK], others) ** 2
+
+
 def _radius(rows: Tensor, k: int) -> Tensor:
     # The nearest of all is the row itself.
-    return (torch.cdist(rows, rows) ** 2).kthvalue(k + 1, dim=1).values
+    return torch.cat([part.kthvalue(k + 1, dim=1).values for part in _squared(rows, rows)])
 
 
 def precision_recall(reference: Tensor, generated: Tensor, k: int = 3) -> PrecisionRecall:
@@ -67,10 +77,21 @@ def precision_recall(reference: Tensor, generated: Tensor, k: int = 3) -> Precis
             f"got {len(reference)} and {len(generated)}"
         )
     reference, generated = reference.double(), generated.double()
-    squared = torch.cdist(generated, reference) ** 2
-    precision = (squared <= _radius(reference, k)[None, :]).any(1).double().mean()
-    recall = (squared <= _radius(generated, k)[:, None]).any(0).double().mean()
+    inside, reached = _radius(reference, k), _radius(generated, k)
+    precise = [(part <= inside[None, :]).any(1) for part in _squared(generated, reference)]
+    recalled = [(part <= reached[None, :]).any(1) for part in _squared(reference, generated)]
+    precision, recall = (torch.cat(each).double().mean() for each in (precise, recalled))
     return PrecisionRecall(float(precision), float(recall))
+
+
+def _quantiles(ordered: Tensor, count: int = 512) -> Tensor:
+    """Evenly spaced quantiles ``(count, p)`` of sorted columns ``(n, p)``."""
+    # torch.quantile refuses more than 16 million values.
+    levels = (torch.arange(count, dtype=torch.float64, device=ordered.device) + 0.5) / count
+    places = levels * (len(ordered) - 1)
+    low = places.long()
+    share = (places - low)[:, None]
+    return ordered[low] * (1 - share) + ordered[(low + 1).clamp(max=len(ordered) - 1)] * share
 
 
 def sliced_wasserstein(
@@ -90,8 +111,7 @@ def sliced_wasserstein(
     directions = (directions / directions.norm(dim=0)).to(a.device)
     left, right = (a @ directions).sort(0).values, (b @ directions).sort(0).values
     if len(left) != len(right):
-        levels = (torch.arange(512, dtype=torch.float64, device=a.device) + 0.5) / 512
-        left, right = torch.quantile(left, levels, dim=0), torch.quantile(right, levels, dim=0)
+        left, right = _quantiles(left), _quantiles(right)
     return float(((left - right) ** 2).mean())
 
 
@@ -99,15 +119,18 @@ def kernel_distance(first: Tensor, second: Tensor) -> float:
     """Unbiased squared MMD of feature rows with the kernel (x.y / d + 1)^3 (KID on all rows)."""
     a, b = first.double(), second.double()
 
-    def kernel(x: Tensor, y: Tensor) -> Tensor:
-        out: Tensor = (x @ y.T / x.shape[1] + 1) ** 3
-        return out
+    def total(x: Tensor, y: Tensor) -> Tensor:
+        parts = [
+            ((x[start : start + CHUNK] @ y.T / x.shape[1] + 1) ** 3).sum()
+            for start in range(0, len(x), CHUNK)
+        ]
+        return torch.stack(parts).sum()
 
     def within(x: Tensor) -> Tensor:
-        gram = kernel(x, x)
-        return (gram.sum() - gram.trace()) / (len(x) * (len(x) - 1))
+        own = (((x * x).sum(1) / x.shape[1] + 1) ** 3).sum()
+        return (total(x, x) - own) / (len(x) * (len(x) - 1))
 
-    return float(within(a) + within(b) - 2 * kernel(a, b).mean())
+    return float(within(a) + within(b) - 2 * total(a, b) / (len(a) * len(b)))
 
 
 def inception_score(probabilities: Tensor, split: int = 5000) -> float:

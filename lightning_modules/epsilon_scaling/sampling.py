@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,10 @@ from lightning_modules.components.diffusion import (
 )
 from lightning_modules.components.randomness import seed_from
 from lightning_modules.epsilon_scaling.baselines import analytic_log_variances, noise_energy
+from lightning_modules.epsilon_scaling.batches import Images, ImagesInMemory, rows_of
 from lightning_modules.epsilon_scaling.checks import check_images
 from lightning_modules.epsilon_scaling.exposure_bias import ExposureBias, measure_exposure_bias
-from lightning_modules.epsilon_scaling.features import (
-    ClassifierFeatures,
-    InceptionFeatures,
-    PixelFeatures,
-)
+from lightning_modules.epsilon_scaling.features import build_features
 from lightning_modules.epsilon_scaling.generation import (
     PositionNoise,
     SamplerSettings,
@@ -36,23 +33,16 @@ from lightning_modules.epsilon_scaling.generation import (
     to_uint8,
 )
 from lightning_modules.epsilon_scaling.lambda_search import golden_section_search, grid_search
-from lightning_modules.epsilon_scaling.quality import FeatureRows, quality
+from lightning_modules.epsilon_scaling.quality import (
+    FeatureRows,
+    quality,
+    read_reference,
+    reference_distance,
+)
 from lightning_modules.epsilon_scaling.schedule import EpsilonSchedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class Images(Protocol):
-    """The fields of a batch that this module reads.
-
-    Attributes:
-        x: float32 ``(n, c, h, w)`` in [-1, 1].
-        y: int64 ``(n,)`` class numbers; read by class-conditional models only.
-    """
-
-    x: Tensor
-    y: Tensor
 
 
 class Samples(NamedTuple):
@@ -249,8 +239,20 @@ class SamplesImages(PaperModule):
         if "reference" in self._hidden:
             return
         data = self._datamodule()
-        self._hidden["features"] = self._build_features(data)
-        images = data.train_set if self.reference == "train" else data.test_set
+        features = build_features(self.feature_network, data.train_set)
+        folder = self.trainer.log_dir
+        if folder and self.trainer.is_global_zero:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            torch.save(features.state_dict(), Path(folder) / f"features_{self._feature_name}.pt")
+        self._hidden["features"] = features.to(self.device).eval().requires_grad_(False)
+        if self.reference in ("train", "test"):
+            images = data.train_set if self.reference == "train" else data.test_set
+        else:
+            given = read_reference(self.reference)
+            if isinstance(given, tuple):
+                self._hidden["reference"] = given
+                return
+            images = ImagesInMemory(given)
         rank, world = self.trainer.global_rank, self.trainer.world_size
         places = list(range(rank, len(images), world))
         self.reference_rows.reset()
@@ -258,27 +260,6 @@ class SamplesImages(PaperModule):
             batch = rows_of(images, places[start : start + 512])
             self.reference_rows.update(self.features(batch.x.to(self.device)))
         self._hidden["reference"] = self.reference_rows.compute()
-
-    def _build_features(self, data: Any) -> nn.Module:
-        if self.feature_network == "pixels":
-            features: nn.Module = PixelFeatures(rows_of(data.train_set, [0]).x[0].numel())
-        elif self.feature_network == "inception":
-            features = InceptionFeatures()
-        elif self.feature_network == "classifier":
-            batch = rows_of(data.train_set, list(range(self._count(20000))))
-            if getattr(batch, "y", None) is None:
-                raise ValueError("feature_network: classifier needs labels y; use 'pixels'")
-            features = ClassifierFeatures.fit(batch.x, batch.y)
-        else:
-            from importlib import import_module
-
-            module, _, name = self.feature_network.rpartition(".")
-            features = getattr(import_module(module), name)()
-        folder = self.trainer.log_dir
-        if folder and self.trainer.is_global_zero:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            torch.save(features.state_dict(), Path(folder) / f"features_{self._feature_name}.pt")
-        return features.to(self.device).eval().requires_grad_(False)
 
     @property
     def _feature_name(self) -> str:
@@ -337,8 +318,7 @@ class SamplesImages(PaperModule):
             if self.num_classes is not None:
                 labels = (chunk % self.num_classes).to(self.device)
             rows.update(self.features(self.sample(chunk, labels, schedule, "search")))
-        values = quality(self._hidden["reference"], rows.compute(), "search")
-        return values["fd_search"]
+        return reference_distance(self._hidden["reference"], rows.compute(), self._feature_name)
 
     def search_scale(
         self, low: float, high: float, evaluations: int, candidates: Sequence[float], samples: int
@@ -416,11 +396,6 @@ class SamplesImages(PaperModule):
             images = self.sample(positions, labels, purpose="preview")
             grids = {self.epsilon_schedule.describe(): to_uint8(images).cpu()}
         return {f"samples_{name}": _grid_figure(grid, name) for name, grid in grids.items()}
-
-
-def rows_of(dataset: Any, indices: list[int] | None = None) -> Any:
-    """Batch of some or all samples of a data set."""
-    return dataset[list(range(len(dataset))) if indices is None else indices]
 
 
 def _grid_figure(images: Tensor, title: str) -> "Figure":

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from callbacks import ExposureBiasMonitor, LambdaSearch
+from callbacks import Curriculum, ExposureBiasMonitor, LambdaSearch
+from callbacks.schedules import Linear
 from datamodules import ImageFiles, Images
 from datamodules.images import ImageBatch
 from lightning_modules import EpsilonScaling
@@ -387,3 +388,67 @@ def test_optimizer_is_a_choice():
         **SMALL, image_shape=[1, 8, 8], optimizer=partial(torch.optim.SGD, lr=0.1)
     )
     assert isinstance(chosen.configure_optimizers(), torch.optim.SGD)
+
+
+def test_reference_files(tmp_path):
+    """Images of an .npz and their moments give the distance of the same images as data."""
+    data = digits()
+    data.setup("fit")
+    x = data.train_set[list(range(len(data.train_set)))].x
+    pixels = ((x + 1) * 127.5).round().to(torch.uint8)
+    np.savez(tmp_path / "images.npz", pixels.permute(0, 2, 3, 1).numpy())
+    rows = (pixels.float() / 127.5 - 1).flatten(1).double()
+    np.savez(tmp_path / "moments.npz", mu=rows.mean(0).numpy(), sigma=torch.cov(rows.T).numpy())
+    values = {}
+    for reference in ("train", str(tmp_path / "images.npz"), str(tmp_path / "moments.npz")):
+        model = EpsilonScaling(
+            "exact", respacing="3", clip=None, feature_network="pixels", reference=reference
+        )
+        values[reference] = trainer(tmp_path).test(model, datamodule=digits(), verbose=False)[0]
+    data_set, images, moments = values.values()
+    assert images["test/fd_pixels"] == pytest.approx(data_set["test/fd_pixels"], rel=2e-3)
+    assert moments["test/fd_pixels"] == pytest.approx(images["test/fd_pixels"], rel=1e-6)
+    assert set(moments) == {"test/fd_pixels"}
+    np.savez(tmp_path / "moments.npz", mu=np.zeros(3), sigma=np.eye(3))
+    wrong = EpsilonScaling(
+        "exact", respacing="3", clip=None, reference=str(tmp_path / "moments.npz")
+    )
+    with pytest.raises(ValueError, match=r"moments of 3 features.*gives 64.*need 'inception'"):
+        trainer(tmp_path).test(wrong, datamodule=digits(), verbose=False)
+    with pytest.raises(ValueError, match="reference must be"):
+        EpsilonScaling("exact", reference="validation")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    for name, error in (("none", FileNotFoundError), ("other", ValueError)):
+        model = EpsilonScaling("exact", respacing="3", reference=str(tmp_path / f"{name}.npz"))
+        with pytest.raises(error, match=r"does not exist|mu and sigma, or arr_0"):
+            trainer(tmp_path).test(model, datamodule=digits(), verbose=False)
+
+
+def test_average_of_sharded_weights_is_refused(tmp_path):
+    model = EpsilonScaling(**SMALL)
+    model._device_mesh = object()
+    model.trainer = trainer(tmp_path, callbacks=[EMAWeightAveraging()])
+    with pytest.raises(ValueError, match="EMAWeightAveraging cannot copy sharded weights"):
+        model.configure_model()
+
+
+def test_mixed_precision(tmp_path):
+    model = EpsilonScaling("unet", UNET, variance="learned_range", respacing="2")
+    run = trainer(tmp_path, max_steps=2, max_epochs=-1, limit_val_batches=1, precision="bf16-mixed")
+    run.fit(model, datamodule=digits(8))
+    assert np.isfinite(float(run.callback_metrics["train/loss"]))
+    assert model.denoiser.out[2].weight.dtype == torch.float32
+    predictions = run.predict(model, datamodule=digits(128, test_fraction=0.05))
+    assert predictions[0].images.dtype == torch.uint8
+
+
+def test_curricula_move_training(tmp_path):
+    """The shared curriculum ramps input perturbation and the share of timesteps."""
+    moved = [
+        Curriculum("input_perturbation", Linear(10, 0.0, 0.1)),
+        Curriculum("timestep_share", Linear(10, 0.5, 1.0)),
+    ]
+    model = EpsilonScaling(**SMALL)
+    trainer(tmp_path, callbacks=moved, max_steps=6, max_epochs=-1).fit(model, datamodule=digits())
+    assert model.input_perturbation == pytest.approx(0.05)
+    assert model.timestep_share == pytest.approx(0.75)

@@ -57,6 +57,16 @@ def test_equal_sets_are_near_and_shifted_sets_far(draw):
     assert sliced_wasserstein(first, second[:300] + 2) == pytest.approx(4.0, rel=0.2)
 
 
+def test_chunks_change_nothing(draw, monkeypatch):
+    """Tables too big for memory are made a chunk at a time."""
+    first, second = draw(0, (90, 4)), draw(1, (70, 4))
+    whole = precision_recall(first, second), kernel_distance(first, second)
+    monkeypatch.setattr("lightning_modules.epsilon_scaling.sample_metrics.CHUNK", 32)
+    parts = precision_recall(first, second), kernel_distance(first, second)
+    assert parts[0] == whole[0]
+    assert parts[1] == pytest.approx(whole[1], rel=1e-9)
+
+
 def test_inception_score():
     certain = torch.eye(4).repeat(5, 1)
     assert inception_score(certain) == pytest.approx(4.0)
