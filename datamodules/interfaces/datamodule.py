@@ -90,7 +90,9 @@ class Interfaces(SuiteDataModule):
             (SKEMPI complexes: their two sides).
         folds: JSON file of folds; default for `real` the published folds of SKEMPI, for `files` a
             random split by iDist clusters.
-        train_folds, val_folds, test_folds: folds joined by `+`, or `whole`.
+        train_folds: folds joined by `+`, `whole`, or `rest`: all that aren't for validation or test.
+        val_folds: folds joined by `+`.
+        test_folds: folds joined by `+`.
         labels: `files`: CSV of ddG labels, SKEMPI's or your own columns.
         complex_column, mutation_column, ddg_column: names in an own CSV.
         numbering: which SKEMPI column fits the structures: `pdb` or `cleaned`.
@@ -104,6 +106,7 @@ class Interfaces(SuiteDataModule):
         interfaces: `potts`: number of training interfaces; 20 more each are made for validation
             and test.
         labels_per_interface: `potts`: labelled mutations per training interface.
+        evaluation_labels: `potts`: the same of the 20 validation and 20 test interfaces.
         residues_per_chain: `potts`.
 
     Raises:
@@ -144,6 +147,7 @@ class Interfaces(SuiteDataModule):
         deduplicate: bool = True,
         interfaces: int = 160,
         labels_per_interface: int = 12,
+        evaluation_labels: int = 30,
         residues_per_chain: int = 20,
     ) -> None:
         super().__init__(source, batch_size, seed, num_workers, cache_dir, sampling)
@@ -183,6 +187,7 @@ class Interfaces(SuiteDataModule):
         self.deduplicate = deduplicate
         self.interfaces = interfaces
         self.labels_per_interface = labels_per_interface
+        self.evaluation_labels = evaluation_labels
         self.residues_per_chain = residues_per_chain
         self.group_names: list[str] = []
         # of a case study: known improving mutations, and those whose ranks are listed
@@ -276,8 +281,8 @@ class Interfaces(SuiteDataModule):
         sample = self.mutations_per_interface if supervised else None
         train_labels = self.labels_per_interface if supervised else 0
         self.train_set = InterfaceSet(entries(train, train_labels), sample, self.seed)
-        self.val_set = InterfaceSet(entries(val, 30))
-        self.test_set = InterfaceSet(entries(test, 30))
+        self.val_set = InterfaceSet(entries(val, self.evaluation_labels))
+        self.test_set = InterfaceSet(entries(test, self.evaluation_labels))
 
     def _asked(self, table: ResidueTable, partners: Sequence[str] | None = None) -> Entry:
         """An interface with the mutations of a scan or of a list."""
@@ -377,7 +382,7 @@ class Interfaces(SuiteDataModule):
     ) -> list[Entry]:
         entries: list[Entry] = []
         skipped: list[str] = []
-        total = matched = 0
+        total = matched = beyond = 0
         for name, rows in frame[frame["interface"].isin(list(names))].groupby("interface", sort=False):
             if name not in tables:
                 continue
@@ -391,18 +396,25 @@ class Interfaces(SuiteDataModule):
             chains = set(tables[str(name)].chain.tolist())
             known = chains <= set("".join(sides))
             before = len(skipped)
+            total += len(labels)
             entry = self._entry(
                 tables[str(name)], labels, sides if known else None, outside, skipped
             )
             # left out on purpose (outside the interface) is not a mismatch
             problems = [s for s in skipped[before:] if "is not a residue of" not in s]
+            beyond += len(skipped) - before - len(problems) + entry.inside.count(False)
             del skipped[before:]
             skipped += problems
-            total += len(labels)
             matched += len(labels) - len(problems)
             if entry.labels:
                 entries.append(entry)
         report_match(matched, total, skipped, what)
+        if beyond > 0.3 * total:
+            warnings.warn(
+                f"{what}: {beyond} of {total} mutations lie outside the interfaces; if the files "
+                "hold the whole structures, check the numbering column",
+                stacklevel=2,
+            )
         return entries
 
     def _setup_tables(self) -> None:
@@ -432,10 +444,14 @@ class Interfaces(SuiteDataModule):
     def _setup_labelled(
         self, frame: pd.DataFrame, folds: Folds, tables: dict[str, ResidueTable]
     ) -> None:
+        train_folds = self.train_folds
+        if train_folds == "rest":
+            used = {*self.val_folds.split("+"), *self.test_folds.split("+")}
+            train_folds = "+".join(name for name in folds if name not in used)
         names = {
             part: choose(folds, which, self.seed)
             for part, which in (
-                ("train", self.train_folds),
+                ("train", train_folds),
                 ("val", self.val_folds),
                 ("test", self.test_folds),
             )

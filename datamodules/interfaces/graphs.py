@@ -1,5 +1,6 @@
 """Residue graphs: from atoms to the fields that a model reads."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -333,6 +334,12 @@ def place_labels(
     skipped: list[str] = []
     seen: set[object] = set()
     for label in labels:
+        for point in label.points:
+            if point.wild == point.mutant:
+                warnings.warn(
+                    f"{table.name}: mutation {point}: the mutant is the wild type; its ddG is 0",
+                    stacklevel=2,
+                )
         identity = (frozenset((p.key, p.mutant) for p in label.points), label.ddg, label.group)
         if identity in seen and label.ddg == label.ddg:
             continue

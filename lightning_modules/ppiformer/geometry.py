@@ -61,7 +61,8 @@ class Geometry(NamedTuple):
         distance: (nodes, k), scaled distance.
         unit: (nodes, k, 3), unit vector from sender to receiver; zero for coincident residues.
         by_sender: (nodes, d) int64, flat edge numbers leaving each sender; padding points one past the last edge.
-        slot: (nodes * k,) int64, where each edge sits in the flattened ``by_sender`` (0 for edges not listed there).
+        slot: (nodes * k,) int64, where each edge sits in the flattened ``by_sender``; one past its
+            end for edges that are not listed there.
     """
 
     neighbors: Tensor
@@ -95,7 +96,7 @@ def group_by_sender(neighbors: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     rank = torch.arange(edges.numel(), device=flat.device) - start[sender]
     by_sender = torch.full((nodes, width), nodes * k, dtype=torch.int64, device=flat.device)
     by_sender[sender, rank] = edges
-    slot = torch.zeros(nodes * k, dtype=torch.int64, device=flat.device)
+    slot = torch.full((nodes * k,), nodes * width, dtype=torch.int64, device=flat.device)
     slot[edges] = sender * width + rank
     return by_sender, slot
 

@@ -9,6 +9,7 @@ Inside the network scalars are (nodes, variants, channels) and vectors (nodes, v
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +63,31 @@ def rotate_degree_one(vectors: Tensor, unit: Tensor, constants: Tensor) -> Tenso
     Returns:
         Same shape as ``vectors``.
     """
+    vectors = vectors.to(torch.promote_types(vectors.dtype, unit.dtype))
     alpha, beta, gamma = constants.to(vectors.dtype).unbind()
     along = (vectors * unit).sum(-2, keepdim=True)
     turned = torch.linalg.cross(unit.expand_as(vectors), vectors, dim=-2)
     return alpha * vectors + (beta - alpha) * along * unit + gamma * turned
+
+
+class Regroup(torch.autograd.Function):
+    """Rows in another order, where every row is wanted at most once.
+
+    The gradient is then a gather as well, without the scattered sums of ordinary indexing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        """`rows[..., index, :]`, with zeros where the index is one past the last row."""
+        ctx.save_for_backward(index, inverse)
+        return functional.pad(rows, (0, 0, 0, 1)).index_select(-2, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The inverse regrouping."""
+        index, inverse = ctx.saved_tensors
+        result: Tensor = Regroup.apply(gradients[0], inverse, index)
+        return result, None, None
 
 
 class Linear(nn.Module):
@@ -163,17 +185,19 @@ class TensorProduct(nn.Module):
         nodes, variants = scalars.shape[:2]
         k = geometry.neighbors.shape[1]
         hidden = self.radial(edge.reshape(nodes * k, -1))
-        grouped = functional.pad(hidden, (0, 0, 0, 1))[:, geometry.by_sender.reshape(-1)]
+        order = geometry.by_sender.reshape(-1)
+        grouped = Regroup.apply(hidden, order, geometry.slot).unbind(0)
+        radial = hidden.unbind(0)
         columns = (scalars, vectors.flatten(1, 2))
         receivers = [linear(x) for linear, x in zip(self.receiver, columns, strict=True)]
         senders = [linear(x) for linear, x in zip(self.sender, columns, strict=True)]
         results = []
         for index, ((degree, _), kernel) in enumerate(zip(self.pairs, self.kernels, strict=True)):
-            phi = hidden[index].view(nodes, k, -1)
+            phi = radial[index].view(nodes, k, -1)
             phi_sender = grouped[index].view(nodes, -1, phi.shape[-1])
             received = torch.bmm(phi, self._contract(kernel, receivers[degree]))
             sent = torch.bmm(phi_sender, self._contract(kernel, senders[degree]))
-            sent = sent.flatten(0, 1)[geometry.slot].view_as(received)
+            sent = Regroup.apply(sent.flatten(0, 1), geometry.slot, order).view_as(received)
             shape = (nodes, k, variants, 3, -1) if degree else (nodes, k, variants, -1)
             results.append((received + sent).view(shape))
         return results
