@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.grad import conv1d_weight, conv2d_weight
 
 from lightning_modules.components.privacy.clipping import ClippedSum, clip_factors
 
@@ -45,11 +46,15 @@ def _has_rule(layer: nn.Module) -> bool:
 
 @dataclass
 class _Use:
-    """One call of a layer: input, and the gradient of the loss with respect to the output."""
+    """One call of a layer: input, and the gradient of the loss with respect to the output.
+
+    ``kept`` holds per-example gradients that were formed for the norms and are small.
+    """
 
     layer: nn.Module
     inputs: Tensor
     upstream: Tensor | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -190,6 +195,15 @@ def _rows(use: _Use) -> tuple[Tensor, Tensor]:
     return a, g.flatten(2).transpose(1, 2)
 
 
+def _bias_gradients(use: _Use) -> Tensor:
+    """Every example's gradient of a bias: output gradients summed over positions."""
+    assert use.upstream is not None
+    g = use.upstream.float()
+    if isinstance(use.layer, nn.Linear):
+        return g.sum(tuple(range(1, g.dim() - 1))) if g.dim() > 2 else g
+    return g.flatten(2).sum(2)
+
+
 def _groups(use: _Use) -> int:
     return use.layer.groups if isinstance(use.layer, nn.Conv1d | nn.Conv2d) else 1
 
@@ -210,6 +224,10 @@ def _squared_norm(use: _Use, role: str) -> Tensor:
                 inner = torch.bmm(a, a.transpose(1, 2)) * torch.bmm(g, g.transpose(1, 2))
                 # a sum of products that is non-negative up to round-off
                 return inner.sum((1, 2)).clamp_min(0)
+        gradients = _outer(use, a, g)
+        if gradients[0:1].numel() <= 4 * a[0:1].numel():  # no more memory than the layer's input
+            use.kept[role] = gradients
+        return gradients.flatten(1).square().sum(1)
     return _gradients(use, role).flatten(1).square().sum(1)
 
 
@@ -240,14 +258,19 @@ def _gradients(use: _Use, role: str) -> Tensor:
             extra = values.dim() - len(layer.normalized_shape)
             return values.sum(tuple(range(1, extra))) if extra > 1 else values
         return values.flatten(2).sum(2) if values.dim() > 2 else values
-    a, g = _rows(use)
-    if role == "bias":
-        return g.sum(1)
-    groups = _groups(use)
-    a = a.reshape(*a.shape[:2], groups, a.shape[2] // groups)
-    g = g.reshape(*g.shape[:2], groups, g.shape[2] // groups)
-    weight = torch.einsum("btgo,btgi->bgoi", g, a).flatten(1, 2)
+    return _bias_gradients(use) if role == "bias" else _outer(use, *_rows(use))
+
+
+def _outer(use: _Use, a: Tensor, g: Tensor) -> Tensor:
+    """Every example's weight gradient from rows of inputs and output gradients."""
+    layer, groups = use.layer, _groups(use)
     assert isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
+    if groups == 1:
+        weight = torch.bmm(g.transpose(1, 2), a)
+    else:
+        a = a.reshape(*a.shape[:2], groups, a.shape[2] // groups)
+        g = g.reshape(*g.shape[:2], groups, g.shape[2] // groups)
+        weight = torch.einsum("btgo,btgi->bgoi", g, a)
     return weight.reshape(len(weight), *layer.weight.shape)
 
 
@@ -274,19 +297,28 @@ def _weighted_sum(use: _Use, role: str, weights: Tensor, keep: Tensor | None) ->
     if isinstance(layer, nn.LayerNorm | nn.GroupNorm):
         total: Tensor = torch.tensordot(weights, select(_gradients(use, role)), dims=1)
         return total
-    a, g = _rows(use)
-    a, g = select(a), select(g) * weights[:, None, None]
     if role == "bias":
-        return g.sum((0, 1))
+        return torch.mv(select(_bias_gradients(use)).T, weights)
+    if role in use.kept:
+        return torch.tensordot(weights, select(use.kept[role]), dims=1)
     assert isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
-    groups = _groups(use)
-    if groups == 1:
-        return (g.flatten(0, 1).T @ a.flatten(0, 1)).reshape(layer.weight.shape)
-    parts = [
-        g_part.flatten(0, 1).T @ a_part.flatten(0, 1)
-        for g_part, a_part in zip(g.chunk(groups, 2), a.chunk(groups, 2), strict=True)
-    ]
-    return torch.cat(parts).reshape(layer.weight.shape)
+    if isinstance(layer, nn.Linear):
+        a, g = _rows(use)
+        a, g = select(a), select(g) * weights[:, None, None]
+        return g.flatten(0, 1).T @ a.flatten(0, 1)
+    assert use.upstream is not None
+    inputs, upstream = select(use.inputs.float()), select(use.upstream.float())
+    upstream = upstream * weights.view(-1, *[1] * (upstream.dim() - 1))
+    backward = conv1d_weight if isinstance(layer, nn.Conv1d) else conv2d_weight
+    return backward(
+        inputs,
+        layer.weight.shape,
+        upstream,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        layer.groups,
+    )
 
 
 def _zero_bad(values: Tensor, keep: Tensor | None) -> Tensor:
