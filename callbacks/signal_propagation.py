@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from callbacks.signal_figure import log_or_nan, signal_figure
 from lightning_modules.components.propagation import ROLES, LayerSignals, Roles, measure_signals
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class SignalPropagation(Callback):
             ``<role>_gap_nonzero``: it is finite behind norms that subtract the batch mean.
         predict: Whether ``predicted_gap`` is measured, the exact mean of ``norm_gap`` behind a
             Haar-orthogonal map, where maps are square and have as many samples as features.
-        per_layer: ``scalars`` logs ``gap/<role>/layer_003`` and ``grad_log_norm/layer_003`` as well,
+        per_layer: ``scalars`` logs ``gap/<role>/layer_003`` and ``grad_log_norm/layer_003`` too,
             ``series`` draws all layers as one W&B line plot instead, ``none`` does neither.
 
     Raises:
@@ -180,10 +181,11 @@ class SignalPropagation(Callback):
             if isinstance(output, Tensor) and output.ndim > 1:
                 widths.append(math.prod(output.shape[1:]))
 
-        kinds = [self.roles.select(pl_module, role) for role in ("norm", "act")]
+        modules = dict(pl_module.named_modules())
+        kinds = [self.roles.select(modules, role) for role in ("norm", "act")]
         # the last map is the output, whose few features say nothing of the network's width
         watched = {**kinds[0], **kinds[1]} or dict(
-            list(self.roles.select(pl_module, "fc").items())[:-1]
+            list(self.roles.select(modules, "fc").items())[:-1]
         )
         for submodule, _ in watched.values():
             hooks.append(submodule.register_forward_hook(note))
@@ -249,7 +251,7 @@ class SignalPropagation(Callback):
             for row in rows:
                 for role in ("weight", *ROLES):
                     scalars[f"gap/{role}/layer_{row['layer']:03d}"] = row[f"{role}_gap"]
-                scalars[f"grad_log_norm/layer_{row['layer']:03d}"] = _log_or_nan(row["grad_norm"])
+                scalars[f"grad_log_norm/layer_{row['layer']:03d}"] = log_or_nan(row["grad_norm"])
         for logger in trainer.loggers:
             logger.log_metrics(
                 {name: value for name, value in scalars.items() if not math.isnan(value)}, step
@@ -267,7 +269,7 @@ class SignalPropagation(Callback):
         for name in ("fc_gap", "norm_gap", "act_gap", "weight_gap", "grad_norm"):
             values = [row[name] for row in rows]
             if name == "grad_norm":
-                values = [_log_or_nan(v) for v in values]
+                values = [log_or_nan(v) for v in values]
             kept = [(x, y) for x, y in zip(layers, values, strict=True) if math.isfinite(y)]
             if not kept:
                 continue
@@ -300,8 +302,8 @@ def _loss(pl_module: LightningModule, batch: Any) -> Tensor:
         return pl_module.probe_loss(batch)
     if not pl_module.automatic_optimization:
         raise ValueError(
-            f"{type(pl_module).__name__} optimises by hand, so its training_step would take a step: "
-            "give it a method probe_loss(batch) that returns the loss"
+            f"{type(pl_module).__name__} optimises by hand, so its training_step would take a "
+            "step: give it a method probe_loss(batch) that returns the loss"
         )
     silent = ("log", "log_dict")
     for name in silent:
@@ -317,10 +319,6 @@ def _loss(pl_module: LightningModule, batch: Any) -> Tensor:
     return loss
 
 
-def _log_or_nan(value: float) -> float:
-    return math.log(value) if value > 0 else math.nan
-
-
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
     """Largest, smallest and mean value over the layers of one measurement.
 
@@ -331,7 +329,7 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
         ``gap/<role>/<which>`` and ``grad_log_norm/<which>``, with ``spread`` for max - min.
     """
     series = {f"gap/{role}": [row[f"{role}_gap"] for row in rows] for role in ("weight", *ROLES)}
-    series["grad_log_norm"] = [_log_or_nan(row["grad_norm"]) for row in rows]
+    series["grad_log_norm"] = [log_or_nan(row["grad_norm"]) for row in rows]
     result: dict[str, float] = {}
     for name, values in series.items():
         finite = [v for v in values if math.isfinite(v)]
@@ -341,73 +339,3 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
     if "grad_log_norm/max" in result:
         result["grad_log_norm/spread"] = result["grad_log_norm/max"] - result["grad_log_norm/min"]
     return result
-
-
-def signal_figure(rows: list[dict[str, float]]) -> "Figure":
-    """Draw gap and gradient of every layer, a line per measurement, from light (early) to dark.
-
-    Gaps are those behind the norm if finite, else behind the activation, else of the non-zero
-    spectrum. The dashed line is the exact mean behind a Haar-orthogonal map, for the first
-    measurement, where the measured gap is the one that it predicts.
-
-    Args:
-        rows: Rows of the table.
-    """
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    steps = sorted({int(row["step"]) for row in rows})
-    shown = [steps[i] for i in sorted({round(k * (len(steps) - 1) / 11) for k in range(12)})]
-    scale = Normalize(min(shown) - 0.25 * (max(shown) - min(shown) + 1), max(shown))
-    colours = colormaps["YlGnBu"]
-    column = _drawn_gap(rows)
-    for step in shown:
-        part = [row for row in rows if row["step"] == step]
-        style: dict[str, Any] = {"color": colours(scale(step)), "linewidth": 1.8}
-        layers = [row["layer"] for row in part]
-        logs = [_log_or_nan(row["grad_norm"]) / math.log(10) for row in part]
-        left.plot(layers, logs, **style)
-        right.plot(layers, [_finite(row[column]) for row in part], **style)
-    first = [row for row in rows if row["step"] == shown[0]]
-    predicted = [
-        (row["layer"], row["predicted_gap"])
-        for row in first
-        if math.isfinite(row.get("predicted_gap", math.nan)) and math.isfinite(row["norm_gap"])
-    ]
-    if predicted:
-        right.plot(
-            *zip(*predicted, strict=True), "--", color="#d1495b", linewidth=1.5,
-            label=f"exact mean behind a Haar layer (step {shown[0]})",
-        )  # fmt: skip
-        right.legend(frameon=False)
-    left.set(xlabel="layer", ylabel=r"$\log_{10}$ norm of the gradient of the weight")
-    left.set_title("Gradient through depth", loc="left", fontweight="bold")
-    named = {"norm_gap": "the norm", "act_gap": "the activation", "fc_gap": "the linear map"}
-    behind = named[column.removesuffix("_nonzero")]
-    spectrum = " (non-zero spectrum)" if column.endswith("_nonzero") else ""
-    right.set(xlabel="layer", ylabel=f"isometry gap behind {behind}{spectrum}")
-    right.set_title("Isometry gap through depth", loc="left", fontweight="bold")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-    if len(shown) > 1:
-        visible = ScalarMappable(Normalize(min(shown), max(shown)), cmap=colours)
-        figure.colorbar(visible, ax=[left, right], label="step", pad=0.02, aspect=30)
-    return figure
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
-
-
-def _drawn_gap(rows: list[dict[str, float]]) -> str:
-    candidates = ("norm_gap", "act_gap", "norm_gap_nonzero", "act_gap_nonzero", "fc_gap")
-    for name in candidates:
-        if any(math.isfinite(row.get(name, math.nan)) for row in rows):
-            return name
-    return "fc_gap"

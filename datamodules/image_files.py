@@ -39,7 +39,7 @@ CIFAR_FILES = {
         "test": ["test"],
     },
 }
-_IDX_TYPES = {
+_IDX_TYPES: dict[int, np.dtype[Any]] = {
     0x08: np.dtype(np.uint8),
     0x09: np.dtype(np.int8),
     0x0B: np.dtype(">i2"),

@@ -295,8 +295,9 @@ class Images(SuiteDataModule):
         for part in parts:
             if part is None or not np.issubdtype(part.x.dtype, np.floating):
                 continue
-            bad = ~np.isfinite(part.x).reshape(len(part.x), -1).all(axis=1)
-            if bad.any():
+            rows = part.x.reshape(len(part.x), -1)
+            bad = np.asarray(~np.isfinite(rows).all(axis=1))
+            if bool(bad.any()):
                 raise ValueError(
                     f"{self.path or self.source}: {int(bad.sum())} of {len(bad)} samples hold NaN "
                     f"or infinite values, the first is row {int(bad.argmax())}: drop or impute them"
@@ -373,7 +374,7 @@ def _moments(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation over `axes` in double precision, a slice of rows at a time."""
     total: Tensor | float = 0.0
     squares: Tensor | float = 0.0
-    chunks = x.split(4096)
+    chunks = torch.split(x, 4096)
     for chunk in chunks:
         total = total + chunk.double().sum(axes)
     count = x.numel() / max(x[0].numel() if len(axes) == 1 else x.shape[1], 1)

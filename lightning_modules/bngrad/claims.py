@@ -162,9 +162,10 @@ def reproduce(lab: Lab) -> None:
     ):
         run = lab.fit("bngrad/default.yaml", f"--config=bngrad/{config}.yaml", *common)
         lab.claim(name, accuracy(run, "train"), at_most=0.70, published="fails to train at depth")
-    figures = gain.model.figures()
+    model: Any = gain.model
+    figures = model.figures()
     lab.figure("signal_through_depth", figures["signal_through_depth"])
     lab.note(
-        "150 SGD steps on the digits of scikit-learn, width 64, batches of 100; the paper trains on "
-        "CIFAR and MNIST for up to 1000 epochs."
+        "150 SGD steps on the digits of scikit-learn, width 64, batches of 100; the paper trains "
+        "on CIFAR and MNIST for up to 1000 epochs."
     )

@@ -56,7 +56,9 @@ def check_batch(x: Tensor, y: Tensor, out_dim: int, task: str) -> None:
         raise ValueError(f"y has shape {tuple(y.shape)}, classification needs ({len(x)},)")
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= out_dim:
-        raise ValueError(f"labels lie in [{low}, {high}], out_dim={out_dim} allows 0 to {out_dim - 1}")
+        raise ValueError(
+            f"labels lie in [{low}, {high}], out_dim={out_dim} allows 0 to {out_dim - 1}"
+        )
 
 
 def divergence_message(network: DeepBNMLP, loss: float, iteration: int) -> str:

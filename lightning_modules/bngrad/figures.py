@@ -121,7 +121,6 @@ def depth_figure(
             list(points), list(points.values()), "o-", color=colour, linewidth=2, markersize=4,
             label=label,
         )  # fmt: skip
-    left.set_xscale("log")
     left.set(xlabel="depth", ylabel=r"$\log\,\|\partial\,$loss$/\partial W_1\|_F$")
     left.set_title("Gradient of an early layer against depth", loc="left", fontweight="bold")
     for (label, values), colour in zip(gaps.items(), COLOURS, strict=False):
@@ -139,5 +138,3 @@ def depth_figure(
         _style(axes)
         axes.legend(frameon=False, fontsize=9)
     return figure
-
-

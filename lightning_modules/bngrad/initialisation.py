@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["INITS", "haar_orthogonal", "initialise"]
+__all__ = ["INITS", "haar_orthogonal", "initialise", "retract"]
 
 INITS = ("orthogonal", "xavier_normal", "kaiming")
 
@@ -40,13 +40,41 @@ def haar_orthogonal(
     dtype = dtype or torch.get_default_dtype()
     working = dtype if dtype == torch.float64 else torch.float32
     long, short = max(rows, columns), min(rows, columns)
-    gaussian = torch.randn(
-        count, long, short, generator=generator, dtype=working, device=device
-    )
-    q, r = torch.linalg.qr(gaussian)
-    signs = r.diagonal(dim1=-2, dim2=-1).sign()
-    q = q * torch.where(signs == 0, torch.ones_like(signs), signs)[:, None, :]
+    gaussian = torch.randn(count, long, short, generator=generator, dtype=working, device=device)
+    q = _signed_qr(gaussian)
     return (q if rows >= columns else q.mT).to(dtype)
+
+
+def _signed_qr(x: Tensor) -> Tensor:
+    """Q of the QR decomposition whose R has a positive diagonal, which makes it unique."""
+    q, r = torch.linalg.qr(x)
+    signs = r.diagonal(dim1=-2, dim2=-1).sign()
+    unique: Tensor = q * torch.where(signs == 0, torch.ones_like(signs), signs)[..., None, :]
+    return unique
+
+
+def by_shape(layers: Sequence[nn.Linear]) -> list[list[nn.Linear]]:
+    """Layers in groups of one weight shape."""
+    groups: dict[tuple[int, ...], list[nn.Linear]] = {}
+    for layer in layers:
+        groups.setdefault(tuple(layer.weight.shape), []).append(layer)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def retract(layers: Sequence[nn.Linear]) -> None:
+    """Replaces each weight by an orthogonal one close to it: the QR retraction, batched.
+
+    Weights move by first order of their distance from the orthogonal matrices. Rectangular ones
+    become semi-orthogonal.
+    """
+    for group in by_shape(layers):
+        stacked = torch.stack([layer.weight for layer in group])
+        working = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+        wide = working.shape[-2] < working.shape[-1]
+        q = _signed_qr(working.mT if wide else working)
+        for layer, weight in zip(group, (q.mT if wide else q).to(stacked.dtype), strict=True):
+            layer.weight.copy_(weight)
 
 
 @torch.no_grad()
@@ -71,14 +99,10 @@ def initialise(
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
     if init == "orthogonal":
-        by_shape: dict[tuple[int, ...], list[nn.Linear]] = {}
-        for layer in layers:
-            by_shape.setdefault(tuple(layer.weight.shape), []).append(layer)
-        for (rows, columns), group in by_shape.items():
+        for group in by_shape(layers):
+            rows, columns = group[0].weight.shape
             like = group[0].weight
-            drawn = haar_orthogonal(
-                len(group), rows, columns, generator, like.dtype, like.device
-            )
+            drawn = haar_orthogonal(len(group), rows, columns, generator, like.dtype, like.device)
             for layer, weight in zip(group, drawn, strict=True):
                 layer.weight.copy_(weight)
         return

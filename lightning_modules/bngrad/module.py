@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_modules.base import PaperModule
 from lightning_modules.bngrad.diagnosis import check_batch, divergence_message, unpack
+from lightning_modules.bngrad.initialisation import retract
 from lightning_modules.bngrad.network import DeepBNMLP
 from lightning_modules.components.sharding import shard_blocks
 
@@ -71,6 +72,8 @@ class BNGrad(PaperModule):
         momentum: Weight of the newest batch in them.
         refresh_batches: Number of training batches over which running statistics are averaged anew
             before each validation in `fit`; 0 keeps the exponential mean.
+        retract_every: Number of batches after which hidden weights are put back on the orthogonal
+            matrices; 0 for never.
         rescale_logits: Whether logits are multiplied by one over the last gain.
         skip: Factor of each block's input added to its output; 1 is a residual network.
         task: `classification` or `regression`.
@@ -115,6 +118,7 @@ class BNGrad(PaperModule):
         track_running_stats: bool = True,
         momentum: float = 0.1,
         refresh_batches: int = 0,
+        retract_every: int = 0,
         rescale_logits: bool = False,
         skip: float = 0.0,
         task: Literal["classification", "regression"] = "classification",
@@ -130,7 +134,10 @@ class BNGrad(PaperModule):
             raise ValueError(f"task must be classification or regression, got {task!r}")
         if refresh_batches < 0:
             raise ValueError(f"refresh_batches must be at least 0, got {refresh_batches}")
+        if retract_every < 0:
+            raise ValueError(f"retract_every must be at least 0, got {retract_every}")
         self.in_dim, self.out_dim = in_dim, out_dim
+        self.retract_every = retract_every
         self.task, self.refresh_batches = task, refresh_batches
         self.compile_blocks = compile_blocks
         self.network_arguments: dict[str, Any] = {
@@ -196,18 +203,23 @@ class BNGrad(PaperModule):
             ("in_dim", features, "n_features"), ("out_dim", outputs, "n_classes")
         ):  # fmt: skip
             given = getattr(self, name)
-            if given is None and found is None:
-                raise ValueError(f"{name}=None needs data with the attribute {attribute}: give {name}")
+            if given is None and not isinstance(found, int):
+                raise ValueError(
+                    f"{name}=None needs data with the attribute {attribute}: give {name}"
+                )
             if given is None:
-                self.set_hparam(name, int(found))
+                self.set_hparam(name, found)
             elif found is not None and (found > given if name == "out_dim" else found != given):
                 raise ValueError(f"{name}={given}, but the data have {attribute}={found}")
         if "network" not in self._modules:
-            assert self.in_dim is not None and self.out_dim is not None
+            assert self.in_dim is not None
+            assert self.out_dim is not None
             self._build(self.in_dim, self.out_dim)
 
     def configure_model(self) -> None:
         """Shard the blocks under `ModelParallelStrategy`."""
+        if self.retract_every and self.device_mesh is not None:
+            raise ValueError("retract_every needs whole weights: use ddp, or set it to 0 for FSDP2")
         if "network" in self._modules:
             shard_blocks(self.network, self.device_mesh, "blocks.*")
 
@@ -254,6 +266,12 @@ class BNGrad(PaperModule):
             raise FloatingPointError(divergence_message(self.network, float(loss), self.iteration))
         self._score("train", logits, y)
         return self.objective(prediction=loss)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Retract hidden weights, if asked for."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.retract_every and self.iteration % self.retract_every == 0:
+            retract(self.network.linear_maps[:-1])
 
     def _score(self, stage: str, logits: Tensor, y: Tensor) -> None:
         score: Metric = getattr(self, f"{stage}_score")
@@ -303,11 +321,20 @@ class BNGrad(PaperModule):
         if not predictions:
             return []
         if self.task == "regression":
-            values = torch.cat([p.value for p in predictions]).float().cpu().view(-1, self.network.out_dim)
-            table = pd.DataFrame(values.numpy(), columns=[f"value_{i}" for i in range(values.shape[1])])
+            values = (
+                torch.cat([p.value for p in predictions])
+                .float()
+                .cpu()
+                .view(-1, self.network.out_dim)
+            )
+            table = pd.DataFrame(
+                values.numpy(), columns=[f"value_{i}" for i in range(values.shape[1])]
+            )
         else:
             logits = torch.cat([p.logits for p in predictions]).float().cpu()
-            table = pd.DataFrame(logits.numpy(), columns=[f"logit_{i}" for i in range(logits.shape[1])])
+            table = pd.DataFrame(
+                logits.numpy(), columns=[f"logit_{i}" for i in range(logits.shape[1])]
+            )
             table.insert(0, "probability", logits.softmax(-1).amax(-1).numpy())
             table.insert(0, "label", logits.argmax(-1).numpy())
         path = folder / "predictions.csv"
@@ -324,9 +351,14 @@ class BNGrad(PaperModule):
 
         x, y = self._probe
         if not self._initial_signals and not self.network_arguments["learnable_gains"]:
-            assert self.in_dim is not None and self.out_dim is not None
+            assert self.in_dim is not None
+            assert self.out_dim is not None
             for label, exponent in (("with gain", self.gain_exponent), ("without gain", 0.0)):
-                arguments = {**self.network_arguments, "gain_exponent": exponent, "sync_stats": False}
+                arguments = {
+                    **self.network_arguments,
+                    "gain_exponent": exponent,
+                    "sync_stats": False,
+                }
                 if label == "without gain":
                     arguments["gains"] = None
                 with torch.random.fork_rng(devices=[]):

@@ -5,28 +5,26 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_modules.bngrad.activations import activation_spec
+from lightning_modules.bngrad.block import Block
 from lightning_modules.bngrad.initialisation import initialise
 from lightning_modules.bngrad.norms import (
     BatchNorm,
     SampleNorm,
     Scale,
-    build_norm,
     frozen_statistics,
     world_size,
     zero_feature_message,
 )
 
-__all__ = ["ORDERS", "Block", "DeepBNMLP", "Hidden", "power_law_gains"]
-
-ORDERS = ("norm_act", "act_norm")
+__all__ = ["DeepBNMLP", "Hidden", "power_law_gains"]
 
 
 class Hidden(NamedTuple):
@@ -46,93 +44,6 @@ class Hidden(NamedTuple):
 def power_law_gains(depth: int, exponent: float) -> list[float]:
     """Gains a_l = (l + 1)^(-exponent) of blocks l = 0 ... depth - 1."""
     return [float(layer + 1) ** -exponent for layer in range(depth)]
-
-
-class Block(nn.Module):
-    """Linear map, norm and shaped activation; usable on its own in any network.
-
-        norm_act:  act(a * norm(x W^T + b))
-        act_norm:  norm(act(a * (x W^T + b)))
-
-    Args:
-        in_features: Features of the input.
-        width: Features of the output.
-        activation: Name of the activation, see `ACTIVATIONS`.
-        norm: `bn`, `bn_nocenter`, `ln`, `torch_bn` or `none`.
-        center: Whether the norm subtracts the mean.
-        scale: `"sqrt_n"` or the constant of the norm.
-        order: `norm_act` or `act_norm`.
-        gain: The factor a in front of the activation.
-        bias: Whether the linear map has a bias.
-        eps: Added to the mean square in the norm.
-        sync_stats: Whether batch statistics are those of all processes.
-        track_running_stats: Whether the norm keeps statistics for evaluation.
-        momentum: Weight of the newest batch in them.
-        skip: Factor of the input added to the output (0: plain, 1: residual block).
-        learnable_gain: Whether the gain is a parameter.
-        validate: Whether the norm looks for zero features in every batch.
-
-    Raises:
-        ValueError: For an argument out of range.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        width: int,
-        activation: str = "sin",
-        norm: str = "bn",
-        center: bool = True,
-        scale: Scale = "sqrt_n",
-        order: str = "norm_act",
-        gain: float = 1.0,
-        bias: bool = True,
-        eps: float = 0.0,
-        sync_stats: bool = False,
-        track_running_stats: bool = True,
-        momentum: float = 0.1,
-        skip: float = 0.0,
-        learnable_gain: bool = False,
-        validate: bool = True,
-    ) -> None:
-        super().__init__()
-        if order not in ORDERS:
-            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-        if skip and in_features != width:
-            raise ValueError(f"skip={skip} needs equal sizes, got {in_features} and {width}")
-        spec = activation_spec(activation)
-        self.order, self.skip, self.shaped = order, skip, spec.shaped
-        self.linear = nn.Linear(in_features, width, bias=bias)
-        self.norm = build_norm(
-            norm, width, center, scale, eps, sync_stats, track_running_stats, momentum, validate
-        )
-        self.activation = spec.build()
-        # a plain number unless trained: exact in every precision
-        self.gain: float | nn.Parameter = float(gain)
-        if learnable_gain:
-            self.gain = nn.Parameter(torch.full((1,), float(gain)))  # FSDP shards no scalars
-
-    def _activate(self, h: Tensor) -> Tensor:
-        arguments = (h, self.gain) if self.shaped else (self.gain * h,)
-        out: Tensor = self.activation(*arguments)
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `(n, in_features)` to `(n, width)`."""
-        return self.states(x)[-1]
-
-    def states(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Outputs of linear map, norm and activation, and of the block, each `(n, width)`."""
-        fc = self.linear(x)
-        if self.order == "norm_act":
-            norm = self.norm(fc)
-            out = act = self._activate(norm)
-        else:
-            act = self._activate(fc)
-            out = norm = self.norm(act)
-        if self.skip:
-            out = out + self.skip * x
-        return fc, norm, act, out
 
 
 class DeepBNMLP(nn.Module):
@@ -209,7 +120,10 @@ class DeepBNMLP(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (
-            ("in_dim", in_dim), ("out_dim", out_dim), ("depth", depth), ("width", width)
+            ("in_dim", in_dim),
+            ("out_dim", out_dim),
+            ("depth", depth),
+            ("width", width),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -231,9 +145,22 @@ class DeepBNMLP(nn.Module):
         self._gain_exponent = float(gain_exponent)
         self.blocks = nn.ModuleList(
             Block(
-                in_dim if layer == 0 else width, width, activation, norm, center, scale, order,
-                gain, bias, eps, sync_stats, track_running_stats, momentum,
-                skip if layer else 0.0, learnable_gains, validate=False,
+                in_dim if layer == 0 else width,
+                width,
+                activation,
+                norm,
+                center,
+                scale,
+                order,
+                gain,
+                bias,
+                eps,
+                sync_stats,
+                track_running_stats,
+                momentum,
+                skip if layer else 0.0,
+                learnable_gains,
+                validate=False,
             )
             for layer, gain in enumerate(gains)
         )
@@ -253,22 +180,26 @@ class DeepBNMLP(nn.Module):
             # the variance behind a norm settles at 1 - eps / a_l^2, and at 0 once eps exceeds a_l^2
             warnings.warn(
                 f"eps={spread:g} is not small beside the squared gain {smallest**2:.1e} of the "
-                f"last of {depth} blocks, so the signal shrinks to nothing: use norm='bn' with eps at "
-                "most 1e-12, a smaller gain_exponent or order='act_norm'",
+                f"last of {depth} blocks, so the signal shrinks to nothing: use norm='bn' with "
+                "eps at most 1e-12, a smaller gain_exponent or order='act_norm'",
                 stacklevel=2,
             )
 
     # ------------------------------------------------------------------ parts
 
     @property
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
+
+    @property
     def linear_maps(self) -> list[nn.Linear]:
         """The `depth + 1` linear maps in order."""
-        return [block.linear for block in self.blocks] + [self.head]  # type: ignore[misc]
+        return [*(block.linear for block in self._blocks), self.head]
 
     @property
     def gains(self) -> Tensor:
         """Present gains `(depth,)`."""
-        return torch.stack([torch.as_tensor(block.gain).reshape(()) for block in self.blocks])
+        return torch.stack([torch.as_tensor(block.gain).reshape(()) for block in self._blocks])
 
     @property
     def gain_exponent(self) -> float:
@@ -285,14 +216,12 @@ class DeepBNMLP(nn.Module):
         if self.learnable_gains:
             raise ValueError("gain_exponent cannot be moved while learnable_gains=True trains them")
         self._gain_exponent = float(value)
-        for block, gain in zip(self.blocks, power_law_gains(self.depth, value), strict=True):
+        for block, gain in zip(self._blocks, power_law_gains(self.depth, value), strict=True):
             block.gain = gain
 
     # ------------------------------------------------------------------ forward
 
-    def forward(
-        self, x: Tensor, return_hidden: bool = False
-    ) -> Tensor | tuple[Tensor, Hidden]:
+    def forward(self, x: Tensor, return_hidden: bool = False) -> Tensor | tuple[Tensor, Hidden]:
         """Computes logits.
 
         Args:
@@ -306,17 +235,17 @@ class DeepBNMLP(nn.Module):
         inputs = x
         states: list[tuple[Tensor, Tensor, Tensor]] = []
         if return_hidden:
-            for block in self.blocks:
-                fc, norm, act, x = block.states(x)  # type: ignore[operator]
+            for block in self._blocks:
+                fc, norm, act, x = block.states(x)
                 states.append((fc, norm, act))
         elif self.checkpoint_segments and self.training and torch.is_grad_enabled():
             x = self._checkpointed(x)
         else:
-            for block in self.blocks:
+            for block in self._blocks:
                 x = block(x)
         logits: Tensor = self.head(x)
         if self.rescale_logits and self.order == "norm_act":
-            last = self.blocks[-1].gain
+            last = self._blocks[-1].gain
             logits = logits / (last.detach() if isinstance(last, Tensor) else last)
         if not torch.compiler.is_compiling():
             self._check_statistics(inputs, logits)
@@ -327,7 +256,7 @@ class DeepBNMLP(nn.Module):
     def _checkpointed(self, x: Tensor) -> Tensor:
         """The blocks in segments that are run again in the backward pass."""
 
-        def contexts() -> tuple[nullcontext[None], object]:
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             # running statistics move in the first run alone
             return nullcontext(), frozen_statistics(self)
 
@@ -348,12 +277,12 @@ class DeepBNMLP(nn.Module):
                 f"x of shape {shape} has {math.prod(shape[1:])} features per sample, "
                 f"the network was built with in_dim={self.in_dim}"
             )
-        norm = self.blocks[0].norm
-        theirs = isinstance(norm, nn.BatchNorm1d)
-        ours = isinstance(norm, BatchNorm)
-        if (theirs or ours) and (self.training or not norm.track_running_stats):
-            together = world_size() if ours and norm.sync else 1
-            self._check_batch(len(x), together)
+        norm = self._blocks[0].norm
+        if isinstance(norm, BatchNorm | nn.BatchNorm1d) and (
+            self.training or not norm.track_running_stats
+        ):
+            synchronised = isinstance(norm, BatchNorm) and norm.sync
+            self._check_batch(len(x), world_size() if synchronised else 1)
         return x
 
     def _check_batch(self, size: int, processes: int) -> None:
@@ -366,8 +295,8 @@ class DeepBNMLP(nn.Module):
             self._warned_batch = True
             warnings.warn(
                 f"batch of {size * processes} samples is smaller than width={self.width}: "
-                "gradients grow exponentially with depth; use at least as many samples per device as "
-                "features, or sync_stats=True over several devices",
+                "gradients grow exponentially with depth; use at least as many samples per device "
+                "as features, or sync_stats=True over several devices",
                 stacklevel=4,
             )
 
@@ -396,8 +325,8 @@ class DeepBNMLP(nn.Module):
             raise ValueError(zero_feature_message(feature, first.center, f" of block {layer}"))
 
     def _find_zero_sample(self, x: Tensor) -> None:
-        for layer, block in enumerate(self.blocks):
-            fc, _, act, out = block.states(x)  # type: ignore[operator]
+        for layer, block in enumerate(self._blocks):
+            fc, _, act, out = block.states(x)
             source = fc if self.order == "norm_act" else act
             lost = torch.isfinite(source).all(-1) & ~torch.isfinite(out).all(-1)
             if bool(lost.any()):
@@ -422,7 +351,8 @@ class DeepBNMLP(nn.Module):
             Number of batches.
         """
         norms = [
-            m for m in self.modules()
+            m
+            for m in self.modules()
             if isinstance(m, BatchNorm | nn.BatchNorm1d) and m.track_running_stats
         ]
         before = [norm.momentum for norm in norms]

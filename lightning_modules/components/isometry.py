@@ -28,12 +28,14 @@ def _as_double(x: Tensor) -> Tensor:
 def _resolution(x: Tensor, computed_in: torch.dtype | None) -> float:
     """Singular values below this share of the largest are rounding noise.
 
-    Measured on normalised activations, the zero that centring builds in comes out below 1 eps of
-    the type they were computed in; the singular values themselves are good to n eps of float64.
+    Measured on normalised activations, the zero that centring builds in comes out at about 1 eps of
+    the type they were computed in, several if the means were large beside the deviations; the
+    singular values themselves are good to n eps of float64.
     """
     dtype = computed_in or x.dtype
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-    return max(4 * eps, max(x.shape[-2:]) * torch.finfo(torch.float64).eps)
+    eps *= 16 if eps < 1e-6 else 4
+    return max(eps, max(x.shape[-2:]) * torch.finfo(torch.float64).eps)
 
 
 def gap_of_singular_values(singular_values: Tensor, resolution: float) -> Tensor:
@@ -94,9 +96,10 @@ def isometry_gap(
 def batched_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> Tensor:
     """Isometry gap of many matrices at a fraction of the cost of their singular values.
 
-    `det(X X^T) = prod_i r_ii^2` for the triangular factor of a QR decomposition of X^T, which is
-    as stable as the singular values and several times cheaper. Matrices whose factor looks nearly
-    singular go through `isometry_gap`. Not differentiable; more rows than columns give `inf`.
+    `det(X X^T)` is the squared product of the diagonal of a triangular factor: of the LU
+    decomposition of X where it is square, else of the QR decomposition of X^T. Both are as stable
+    as the singular values and several times cheaper. Matrices whose factor looks nearly singular
+    go through `isometry_gap`. Not differentiable; more rows than columns give `inf`.
 
     Args:
         x: `(..., n, d)`.
@@ -106,19 +109,34 @@ def batched_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> T
         float64 `(...)`.
     """
     computed_in = computed_in or x.dtype
-    # a smallest entry of R this far above the resolution leaves no doubt about the rank
-    threshold = 1e3 * max(x.shape[-2:]) ** 0.5 * _resolution(x, computed_in)
+    # the smallest singular value is at most a few sqrt(n) below the smallest diagonal entry
+    resolution = _resolution(x, computed_in)
+    threshold = 10 * max(x.shape[-2:]) ** 0.5 * resolution
     x = _as_double(x.detach())
     n, d = x.shape[-2:]
     if n > d:
         return isometry_gap(x, dim_check=False, computed_in=computed_in)
     matrices = x.reshape(-1, n, d)
-    scale = matrices.abs().amax((-2, -1), keepdim=True)
-    scaled = matrices / torch.where(scale > 0, scale, torch.ones_like(scale))
-    diagonal = torch.linalg.qr(scaled.mT, mode="r").R.diagonal(dim1=-2, dim2=-1).abs()
-    gap = (scaled.square().sum((-2, -1)) / n).log() - 2 * diagonal.log().mean(-1)
-    gap = gap.clamp_min(0.0)
+    if n == d:
+        factor = torch.linalg.lu_factor_ex(matrices).LU
+    else:
+        factor = torch.linalg.qr(matrices.mT, mode="r").R
+    diagonal = factor.diagonal(dim1=-2, dim2=-1).abs()
+    log_norm = torch.linalg.vector_norm(matrices, dim=(-2, -1)).log()
+    gap = (2 * log_norm - math.log(n) - 2 * diagonal.log().mean(-1)).clamp_min(0.0)
     sure = diagonal.amin(-1) > threshold * diagonal.amax(-1)  # False for NaN as well
+    # The rows combined by v (v_n = 1) leave the last diagonal entry alone, so the smallest singular
+    # value is at most that entry over |v|; the largest is at least norm / sqrt(n).
+    smallest = diagonal[..., -1].log()
+    if n == d and not bool(sure.all()):
+        last = torch.zeros(int((~sure).sum()), n, 1, dtype=x.dtype, device=x.device)
+        last[:, -1] = 1
+        v = torch.linalg.solve_triangular(factor[~sure].mT, last, upper=True, unitriangular=True)
+        smallest[~sure] -= torch.linalg.vector_norm(v, dim=(-2, -1)).log()
+    dependent = smallest + math.log(n) / 2 - log_norm < math.log(resolution)
+    gap = torch.where(dependent, torch.full_like(gap, torch.inf), gap)
+    sure |= dependent
+    sure &= log_norm.abs() < 300  # squares neither under- nor overflow
     if not bool(sure.all()):
         gap[~sure] = isometry_gap(matrices[~sure], computed_in=computed_in)
     return gap.reshape(x.shape[:-2])
@@ -142,14 +160,16 @@ def nonzero_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> T
     kept = (s > _resolution(x, computed_in) * s[..., :1]).to(s.dtype)
     count = kept.sum(-1)
     logs = torch.where(kept > 0, s, torch.ones_like(s)).log()
-    return ((s.square() * kept).sum(-1) / count).log() - 2 * logs.sum(-1) / count
+    gap: Tensor = ((s.square() * kept).sum(-1) / count).log() - 2 * logs.sum(-1) / count
+    return gap
 
 
 def _singular_values(x: Tensor) -> Tensor:
     """Singular values, NaN for a matrix with an entry that is not finite (LAPACK would raise)."""
     finite = torch.isfinite(x).all(-1).all(-1)
     if bool(finite.all()):
-        return torch.linalg.svdvals(x)
+        values: Tensor = torch.linalg.svdvals(x)
+        return values
     s = torch.linalg.svdvals(torch.where(finite[..., None, None], x, torch.zeros_like(x)))
     return torch.where(finite[..., None], s, torch.full_like(s, torch.nan))
 
@@ -170,7 +190,8 @@ def orthogonality_gap(x: Tensor) -> Tensor:
     gram = x @ x.mT
     total = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     eye = torch.eye(n, dtype=x.dtype, device=x.device)
-    return torch.linalg.matrix_norm(gram / total - eye / n)
+    gap: Tensor = torch.linalg.matrix_norm(gram / total - eye / n)
+    return gap
 
 
 # ---------------------------------------------------------------------- one layer, exactly
@@ -204,7 +225,9 @@ def expected_log_norm(eigenvalues: Tensor) -> Tensor:
     log_product = -0.5 * torch.log1p(2 * t * (lam / mean)[..., None]).sum(-2)
     # the difference of two exponentials, without cancellation where both are near 1
     integral = _STEP * (torch.expm1(-t) - torch.expm1(log_product)).sum(-1)
-    return integral - (digamma(d / 2) + math.log(2)) + mean[..., 0].log()
+    constant = float(digamma(d / 2)) + math.log(2)
+    log_norm: Tensor = integral - constant + mean[..., 0].log()
+    return log_norm
 
 
 def expected_one_layer_gap(x: Tensor, computed_in: torch.dtype | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,27 +45,33 @@ class Roles:
     norm: str | None = None
     activation: str | None = None
 
-    def select(self, module: nn.Module, role: str) -> dict[str, tuple[nn.Module, int | None]]:
+    def select(
+        self, modules: Mapping[str, nn.Module], role: str
+    ) -> dict[str, tuple[nn.Module, int | None]]:
         """Returns name -> (submodule, layer if the name tells it) of a role.
+
+        Args:
+            modules: All submodules by name.
+            role: One of ``ROLES``.
 
         Raises:
             ValueError: If a pattern is no regular expression or matches no submodule.
         """
         pattern = {"fc": self.linear, "norm": self.norm, "act": self.activation}[role]
         if pattern is None:
-            return {n: (m, None) for n, m in module.named_modules() if _has_role(m, role)}
+            return {n: (m, None) for n, m in modules.items() if _has_role(m, role)}
         try:
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
         found: dict[str, tuple[nn.Module, int | None]] = {}
-        for name, submodule in module.named_modules():
+        for name, submodule in modules.items():
             match = compiled.fullmatch(name)
             if match:
-                number = match.group(1) if compiled.groups else None
-                found[name] = (submodule, int(number) if (number or "").isdigit() else None)
+                number = str(match.group(1)) if compiled.groups else ""
+                found[name] = (submodule, int(number) if number.isdigit() else None)
         if not found:
-            names = [name for name, _ in module.named_modules() if name]
+            names = [name for name in modules if name]
             raise ValueError(
                 f"pattern {pattern!r} matches no submodule; there are {', '.join(names[:8])}"
                 f"{', ...' if len(names) > 8 else ''}"
@@ -145,9 +151,9 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 
 def _rows(value: Tensor) -> Tensor:
-    """One row per sample, float64."""
+    """A copy with one row per sample."""
     value = full(value.detach())
-    return value.reshape(len(value), -1).to(torch.float64, copy=True)
+    return value.reshape(len(value), -1).clone()
 
 
 @contextmanager
@@ -159,19 +165,20 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     """
     from torchmetrics import Metric
 
+    modules = list(module.modules())
     buffers = [
         (owner, name, value, value.clone())
-        for owner in module.modules()
+        for owner in modules
         for name, value in owner._buffers.items()
         if value is not None
     ]
     metrics = [
         (metric, {k: copy.deepcopy(metric.__dict__[k]) for k in _state_names(metric)})
-        for metric in module.modules()
+        for metric in modules
         if isinstance(metric, Metric)
     ]
     gradients = [(p, p.grad) for p in module.parameters()]
-    flags = [(m, m.training) for m in module.modules()]
+    flags = [(m, m.training) for m in modules]
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=cuda):
         torch.manual_seed(0)
@@ -232,8 +239,9 @@ def measure_signals(
     recorder = _Recorder(inputs=predict)
     with ExitStack() as stack:
         stack.enter_context(undisturbed(module))
+        modules = dict(module.named_modules())
         for role in ROLES:
-            for name, (submodule, layer) in roles.select(module, role).items():
+            for name, (submodule, layer) in roles.select(modules, role).items():
                 hook = recorder.hook(role, name, layer)
                 stack.callback(submodule.register_forward_hook(hook).remove)
         stack.enter_context(torch.enable_grad())
@@ -262,23 +270,32 @@ def _gradient_norms(
     if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         # the leaves of a sharded network are gathered copies: only backward reaches the shards
         loss.backward()  # type: ignore[no-untyped-call]
-        gradients = {layer: m.weight.grad for layer, m in maps.items()}  # type: ignore[misc, union-attr]
+        gradients = {layer: _leaf(m).grad for layer, m in maps.items()}
     else:
-        wanted: dict[int, Tensor] = {
-            layer: m.weight  # type: ignore[misc]
-            for layer, m in maps.items()
-            if m.weight.requires_grad  # type: ignore[union-attr]
-        }
+        leaves = {layer: _leaf(m) for layer, m in maps.items()}
+        wanted = {layer: leaf for layer, leaf in leaves.items() if leaf.requires_grad}
         if not wanted:
             return {}
         found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         gradients = dict(zip(wanted, found, strict=True))
-    squares = {
-        layer: full(gradient.detach().double().square().sum())
-        for layer, gradient in gradients.items()
-        if gradient is not None
-    }
-    return {layer: square.sqrt() for layer, square in squares.items()}
+    return {layer: _norm(g.detach()) for layer, g in gradients.items() if g is not None}
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """Frobenius norm in float64; of a sharded gradient, without gathering it."""
+    if hasattr(gradient, "full_tensor"):
+        return full(gradient.double().square().sum()).sqrt()
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm
+
+
+def _leaf(module: nn.Module) -> Tensor:
+    """The parameter behind a weight, which a parametrization may compute anew at every access."""
+    if nn.utils.parametrize.is_parametrized(module, "weight"):
+        original: Tensor = module.parametrizations["weight"].original  # type: ignore[index, union-attr, assignment]
+        return original
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight
 
 
 def _collect(
@@ -290,11 +307,7 @@ def _collect(
 ) -> LayerSignals:
     numbers = sorted({n for outputs in recorder.outputs.values() for n in outputs})
     matrices: dict[str, dict[int, Tensor]] = {
-        "weight": {
-            n: full(w.detach()).to(torch.float64).flatten(1)
-            for n, w in weights.items()
-            if w.ndim >= 2
-        }
+        "weight": {n: full(w.detach()).flatten(1) for n, w in weights.items() if w.ndim >= 2}
     }
     for role in ROLES:
         matrices[role] = {n: rows for n, (_, rows) in recorder.outputs[role].items()}
@@ -326,8 +339,7 @@ def _collect(
         layers=numbers,
         names=[recorder.linear_modules.get(n, ("",))[0] for n in numbers],
         columns={
-            name: [values.get(n, float("nan")) for n in numbers]
-            for name, values in columns.items()
+            name: [values.get(n, float("nan")) for n in numbers] for name, values in columns.items()
         },
         samples=max(sizes, default=0),
     )
@@ -338,12 +350,18 @@ def _by_shape(
     function: Callable[[Tensor, torch.dtype], Tensor],
     computed_in: torch.dtype,
 ) -> dict[int, float]:
-    """Applies a batched function once per shape."""
+    """Applies a batched function to all matrices of one shape together."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, matrix in matrices.items():
         groups.setdefault(tuple(matrix.shape), []).append(number)
     result: dict[int, float] = {}
     for group in groups.values():
-        values = function(torch.stack([matrices[n] for n in group]), computed_in)
-        result.update(zip(group, values.tolist(), strict=True))
+        first = matrices[group[0]]
+        # on a CPU a few megabytes at a time, which stay in its cache
+        budget = 2**21 if first.device.type == "cpu" else 2**28
+        size = max(1, budget // (8 * max(first.numel(), 1)))
+        for start in range(0, len(group), size):
+            part = group[start : start + size]
+            values = function(torch.stack([matrices[n] for n in part]), computed_in)
+            result.update(zip(part, values.tolist(), strict=True))
     return result

@@ -21,7 +21,10 @@ from lightning_modules.bngrad.norms import BatchNorm, build_norm
         ({"activation": "gelu"}, "activation must be one of identity, sin, .*got 'gelu'"),
         ({"norm": "batch"}, "norm must be one of bn, bn_nocenter, ln, torch_bn, none, got 'batch'"),
         ({"order": "act"}, "order must be one of norm_act, act_norm, got 'act'"),
-        ({"init": "normal"}, "init must be one of orthogonal, xavier_normal, kaiming, got 'normal'"),
+        (
+            {"init": "normal"},
+            "init must be one of orthogonal, xavier_normal, kaiming, got 'normal'",
+        ),
         ({"scale": -1.0}, "scale must be 'sqrt_n' or a finite number above 0, got -1.0"),
         ({"eps": -1e-5}, "eps must be at least 0"),
         ({"gain_exponent": -0.5}, "gain_exponent must be a finite number of at least 0, got -0.5"),
@@ -118,14 +121,19 @@ def test_inputs_of_another_shape_or_type():
     net = DeepBNMLP(64, 2, depth=2, width=4)
     with pytest.raises(ValueError, match=r"\(9, 28, 28\) has 784 features .* in_dim=64"):
         net(torch.randn(9, 28, 28))
-    with pytest.raises(TypeError, match="floating point, got torch.uint8"):
+    with pytest.raises(TypeError, match=r"floating point, got torch\.uint8"):
         net(torch.zeros(9, 64, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
     ("x", "y", "task", "message"),
     [
-        (torch.full((3, 2), torch.nan), torch.zeros(3).long(), "classification", "first in sample 0"),
+        (
+            torch.full((3, 2), torch.nan),
+            torch.zeros(3).long(),
+            "classification",
+            "first in sample 0",
+        ),
         (torch.ones(3, 2), torch.zeros(3), "classification", "task=regression"),
         (torch.ones(3, 2), torch.tensor([0, 1, 4]), "classification", r"\[0, 4\], out_dim=4"),
         (torch.ones(3, 2), torch.tensor([0, -1, 2]), "classification", r"\[-1, 2\]"),
@@ -160,7 +168,7 @@ def test_divergence_names_the_layer_of_the_largest_gradient():
 
 
 def test_block_and_norm():
-    with pytest.raises(ValueError, match="skip=1.0 needs equal sizes, got 3 and 4"):
+    with pytest.raises(ValueError, match=r"skip=1\.0 needs equal sizes, got 3 and 4"):
         Block(3, 4, skip=1.0)
     with pytest.raises(ValueError, match="norm must be one of"):
         build_norm("x", 3)

@@ -136,7 +136,7 @@ def test_cifar_pickles_cannot_run_code(tmp_path):
     cifar_folder(tmp_path, "cifar100")
     target = tmp_path / "cifar-100-python" / "train"
     target.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(ValueError, match="os.system is not allowed"):
+    with pytest.raises(ValueError, match=r"os\.system is not allowed"):
         ready(source="cifar100", path=str(tmp_path))
 
 

@@ -12,6 +12,7 @@ from callbacks import Curriculum
 from callbacks.schedules import Linear
 from datamodules import Images, IsometryInputs
 from lightning_modules import BNGrad
+from lightning_modules.bngrad import isometry_gap
 
 
 def trainer(folder: Path, **arguments) -> Trainer:
@@ -120,13 +121,26 @@ def test_refreshed_statistics_before_validation(tmp_path):
     torch.testing.assert_close(norms[3].running_square, torch.stack(h).mean(0).detach())
 
 
+def test_retraction_keeps_weights_orthogonal_in_training(tmp_path):
+    gaps = {}
+    for every in (0, 2):
+        torch.manual_seed(0)
+        module = BNGrad(in_dim=64, out_dim=10, depth=4, width=16, retract_every=every)
+        trainer(tmp_path, max_steps=6).fit(module, Images(batch_size=128))
+        weights = torch.stack([layer.weight for layer in module.network.linear_maps[1:-1]])
+        gaps[every] = float(isometry_gap(weights.detach()).max())
+    assert gaps[2] < 1e-10 < gaps[0]
+
+
 def test_divergence_stops_with_a_hint(tmp_path):
     module = BNGrad(
         in_dim=64, out_dim=10, depth=30, width=16, gain_exponent=0.0,
         optimizer=torch.optim.SGD, norm="none", init="kaiming", activation="relu",
     )  # fmt: skip
     module.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1e6)
-    with pytest.raises(FloatingPointError, match=r"loss is (nan|inf) at iteration \d+; the largest"):
+    with pytest.raises(
+        FloatingPointError, match=r"loss is (nan|inf) at iteration \d+; the largest"
+    ):
         trainer(tmp_path, max_epochs=5).fit(module, Images(batch_size=128))
 
 

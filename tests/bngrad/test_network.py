@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_modules.bngrad import Block, DeepBNMLP, isometry_gap
 from lightning_modules.bngrad.activations import ACTIVATIONS
-from lightning_modules.bngrad.initialisation import haar_orthogonal, initialise
+from lightning_modules.bngrad.initialisation import haar_orthogonal, initialise, retract
 from lightning_modules.bngrad.norms import NORMS
 
 DOUBLE = torch.float64
@@ -62,6 +62,21 @@ def test_gaussian_weights(init, fan):
     assert torch.equal(layer.bias, bias)
 
 
+def test_retraction_gives_the_near_orthogonal_weight():
+    torch.manual_seed(0)
+    net = DeepBNMLP(5, 2, depth=4, width=8)
+    before = [layer.weight.detach().clone() for layer in net.linear_maps]
+    with torch.no_grad():
+        for layer in net.linear_maps:
+            layer.weight += 1e-3 * torch.randn_like(layer.weight)
+    retract(net.linear_maps)
+    for layer, weight in zip(net.linear_maps, before, strict=True):
+        w = layer.weight.detach()
+        gram = w @ w.T if len(w) <= w.shape[1] else w.T @ w
+        torch.testing.assert_close(gram, torch.eye(len(gram)), atol=1e-5, rtol=0)
+        assert (w - weight).abs().max() < 1e-2
+
+
 # ---------------------------------------------------------------------- forward
 
 
@@ -79,8 +94,10 @@ def test_every_norm_activation_and_order_runs(norm, order):
         assert hidden.fc.shape == hidden.norm.shape == hidden.act.shape == (4, 16, 8)
         logits.square().mean().backward()
         assert all(torch.isfinite(p.grad).all() for p in net.parameters() if p.grad is not None)
-        assert torch.equal(hidden.act[-1] if order == "norm_act" else hidden.norm[-1],
-                           net.blocks[3](net.blocks[2](net.blocks[1](net.blocks[0](X)))))
+        assert torch.equal(
+            hidden.act[-1] if order == "norm_act" else hidden.norm[-1],
+            net.blocks[3](net.blocks[2](net.blocks[1](net.blocks[0](X)))),
+        )
 
 
 def test_gains_follow_the_power_law_and_can_be_given_or_moved():
@@ -92,7 +109,7 @@ def test_gains_follow_the_power_law_and_can_be_given_or_moved():
     given = DeepBNMLP(4, 2, depth=3, width=4, gains=[0.5, 0.25, 2.0])
     assert given.gains.tolist() == [0.5, 0.25, 2.0]
     x = torch.randn(8, 4)
-    fc, norm, act, out = given.blocks[2].states(x)
+    _, norm, act, out = given.blocks[2].states(x)
     torch.testing.assert_close(act, torch.sin(2.0 * norm))
     assert out is act
     with pytest.raises(ValueError, match=r"depth=3, got 2"):
@@ -131,7 +148,9 @@ def test_skip_makes_a_residual_network():
     x = torch.randn(12, 6)
     first = net.blocks[0](x)
     assert net.blocks[0].skip == 0
-    expected = net.head(net.blocks[1]._activate(net.blocks[1].norm(net.blocks[1].linear(first))) + first)
+    expected = net.head(
+        net.blocks[1]._activate(net.blocks[1].norm(net.blocks[1].linear(first))) + first
+    )
     torch.testing.assert_close(net(x), expected)
 
 

@@ -24,10 +24,18 @@ def close(actual: torch.Tensor, expected: np.ndarray) -> None:
 
 def build(case: dict, data: dict) -> DeepBNMLP:
     net = DeepBNMLP(
-        case["in_dim"], case["out_dim"], depth=case["num_layers"], width=case["width"],
-        activation=case["activation"], norm=case["norm"], center=case["center"],
-        scale=case["row_scale"], order=case["order"], gain_exponent=case["gain_exponent"],
-        init=case["init"], bias=case["bias"],
+        case["in_dim"],
+        case["out_dim"],
+        depth=case["num_layers"],
+        width=case["width"],
+        activation=case["activation"],
+        norm=case["norm"],
+        center=case["center"],
+        scale=case["row_scale"],
+        order=case["order"],
+        gain_exponent=case["gain_exponent"],
+        init=case["init"],
+        bias=case["bias"],
     ).double()
     with torch.no_grad():
         for i, layer in enumerate(net.linear_maps):

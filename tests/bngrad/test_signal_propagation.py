@@ -10,7 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from callbacks import SignalPropagation
-from callbacks.signal_propagation import signal_figure, summary
+from callbacks.signal_figure import signal_figure
+from callbacks.signal_propagation import summary
 from datamodules import Images
 from lightning_modules import BNGrad
 from lightning_modules.bngrad import DeepBNMLP, isometry_gap
@@ -50,7 +51,9 @@ def test_numbers_are_those_of_the_definition(order):
         expected = isometry_gap(getattr(hidden, kind)).tolist()
         assert signals.columns[f"{kind}_gap"][:5] == pytest.approx(expected, rel=1e-9)
     for layer, number in zip(net.linear_maps, signals.layers, strict=True):
-        assert signals.columns["grad_norm"][number] == pytest.approx(float(layer.weight.grad.norm()))
+        assert signals.columns["grad_norm"][number] == pytest.approx(
+            float(layer.weight.grad.norm())
+        )
         gap = float(isometry_gap(layer.weight.detach()))
         assert signals.columns["weight_gap"][number] == pytest.approx(gap, abs=1e-12)
     assert math.isnan(signals.columns["norm_gap"][5])
@@ -110,6 +113,16 @@ def test_training_is_the_same_with_and_without_it(tmp_path):
     assert {row["step"] for row in watcher.rows} == {0, 2, 4, 6, 8, 9}  # the last at the end
 
 
+def test_parametrized_weights_have_a_gradient():
+    torch.manual_seed(0)
+    module = Restless().eval()
+    x = torch.randn(8, 64)
+    signals = measure_signals(module, lambda: module.net(x).square().mean())
+    module.net(x).square().mean().backward()
+    original = module.net[4].parametrizations.weight.original
+    assert signals.columns["grad_norm"][1] == pytest.approx(float(original.grad.norm()), rel=1e-5)
+
+
 def test_undisturbed_restores_everything_even_after_an_error():
     module = Restless()
     module.net[0].weight.grad = torch.ones_like(module.net[0].weight)
@@ -160,11 +173,13 @@ def test_table_figure_and_summary_of_a_run(tmp_path):
 
 
 def test_predicted_line_and_fallback_of_the_figure():
+    constant = {"weight_gap": 0.0, "fc_gap": 1.0, "act_gap": 1.0, "grad_norm": 0.1}
     rows = [
-        {"step": s, "epoch": s, "layer": i, "weight_gap": 0.0, "fc_gap": 1.0, "norm_gap": 1.0 / (i + 1),
-         "act_gap": 1.0, "grad_norm": 0.1, "predicted_gap": 1.0 / (i + 1)}
-        for s in range(2) for i in range(3)
-    ]  # fmt: skip
+        {"step": s, "epoch": s, "layer": i, "norm_gap": 1 / (i + 1), "predicted_gap": 1 / (i + 1)}
+        | constant
+        for s in range(2)
+        for i in range(3)
+    ]
     axes = signal_figure(rows).axes[1]
     assert axes.lines[-1].get_linestyle() == "--"
     assert list(axes.lines[-1].get_ydata()) == [1.0, 0.5, 1 / 3]
@@ -210,7 +225,9 @@ def test_a_transformer_that_is_not_ours():
     norm = float(model.bert.encoder.layer[1].output.dense.weight.grad.norm())
     assert evaluated.columns["grad_norm"][1] == pytest.approx(norm, rel=1e-5)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert len(measure_signals(model, lambda: model(input_ids=tokens, labels=labels).loss).layers) > 15
+    assert (
+        len(measure_signals(model, lambda: model(input_ids=tokens, labels=labels).loss).layers) > 15
+    )
 
 
 def test_a_graph_network_that_is_not_ours():
