@@ -90,7 +90,8 @@ class Interfaces(SuiteDataModule):
             (SKEMPI complexes: their two sides).
         folds: JSON file of folds; default for `real` the published folds of SKEMPI, for `files` a
             random split by iDist clusters.
-        train_folds: folds joined by `+`, `whole`, or `rest`: all that aren't for validation or test.
+        train_folds: folds joined by `+`, `whole`, or `rest`: all that aren't for validation or
+            test.
         val_folds: folds joined by `+`.
         test_folds: folds joined by `+`.
         labels: `files`: CSV of ddG labels, SKEMPI's or your own columns.
@@ -334,7 +335,7 @@ class Interfaces(SuiteDataModule):
 
     @property
     def threshold(self) -> float:
-        """iDist below which two interfaces are near duplicates, by extraction radius."""
+        """Distance (iDist) below which two interfaces are near duplicates, by extraction radius."""
         return THRESHOLDS.get(self.radius or 10.0, 0.03)
 
     def _folds(self, names: list[str], tables: dict[str, ResidueTable]) -> Folds:
@@ -383,7 +384,9 @@ class Interfaces(SuiteDataModule):
         entries: list[Entry] = []
         skipped: list[str] = []
         total = matched = beyond = 0
-        for name, rows in frame[frame["interface"].isin(list(names))].groupby("interface", sort=False):
+        for name, rows in frame[frame["interface"].isin(list(names))].groupby(
+            "interface", sort=False
+        ):
             if name not in tables:
                 continue
             labels = []
@@ -420,8 +423,10 @@ class Interfaces(SuiteDataModule):
     def _setup_tables(self) -> None:
         tables = self._tables()
         if self.task in ("scan", "mutations"):
-            chosen = list(tables) if self.source == "files" else choose(
-                self._folds(list(tables), tables), self.test_folds
+            chosen = (
+                list(tables)
+                if self.source == "files"
+                else choose(self._folds(list(tables), tables), self.test_folds)
             )
             entries = [self._asked(tables[name]) for name in chosen if name in tables]
             self.predict_set = self.test_set = InterfaceSet(entries)
@@ -457,7 +462,7 @@ class Interfaces(SuiteDataModule):
             )
         }
         if self.folds is not None or len(tables) >= 4:
-            check_folds({part: members for part, members in names.items()})
+            check_folds(names)
         train = self._labelled(frame, names["train"], tables, False, "drop", "training labels")
         if not train:
             raise ValueError(f"train_folds={self.train_folds!r} has no labelled interface")

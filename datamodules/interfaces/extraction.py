@@ -110,7 +110,9 @@ def extract(
     return Structure(**{**interface.__dict__, "name": name})
 
 
-def extract_dimers(structure: Structure, radius: float = 10.0, **options: object) -> list[Structure]:
+def extract_dimers(
+    structure: Structure, radius: float = 10.0, **options: object
+) -> list[Structure]:
     """One interface for every unordered pair of chains that touch; see `extract`.
 
     Raises:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 from zlib import crc32
 
@@ -131,10 +132,7 @@ def backbone_directions(table: ResidueTable) -> tuple[Floats, Floats]:
     """
     keys = table.keys
     linked = np.array(
-        [
-            a[0] == b[0] and _follows(a[2], a[1], b[2], b[1])
-            for a, b in zip(keys[:-1], keys[1:], strict=True)
-        ],
+        [a[0] == b[0] and _follows(a[2], a[1], b[2], b[1]) for a, b in pairwise(keys)],
         dtype=bool,
     )
     step = np.diff(table.ca, axis=0)

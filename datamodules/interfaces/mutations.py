@@ -115,5 +115,3 @@ def find_points(
 def single_mutations(key: ResidueKey, wild: int) -> list[Point]:
     """The 19 substitutions of a residue."""
     return [Point(wild, key, mutant) for mutant in range(20) if mutant != wild]
-
-

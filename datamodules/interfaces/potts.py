@@ -82,7 +82,7 @@ def _grow(random: np.random.Generator, count: int, length: int, gap: float) -> F
 
 
 def _side_vectors(position: Floats, length: int) -> Floats:
-    """(count, 2 * length, 3) vectors of length `SIDE` along the outward bisector at each residue."""
+    """(count, 2 * length, 3) vectors of length `SIDE` along the outward bisectors."""
     chains = position.reshape(len(position), 2, length, 3)
     padded = np.concatenate([chains[:, :, 1:2], chains, chains[:, :, -2:-1]], 2)
     outward = 2 * chains - padded[:, :, :-2] - padded[:, :, 2:]
@@ -164,9 +164,7 @@ def conditional(energy: Energy, contact: Floats, sequence: Integers) -> Floats:
     return np.asarray(weight / weight.sum(-1, keepdims=True))
 
 
-def _gibbs(
-    random: np.random.Generator, energy: Energy, contact: Floats, sweeps: int
-) -> Integers:
+def _gibbs(random: np.random.Generator, energy: Energy, contact: Floats, sweeps: int) -> Integers:
     """Sequences from exp(-E): every residue in turn, all interfaces at once."""
     count, residues = contact.shape[:2]
     sequence = random.integers(0, 20, (count, residues))

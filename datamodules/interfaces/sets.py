@@ -37,9 +37,7 @@ class InterfaceSet:
         seed: of the draws.
     """
 
-    def __init__(
-        self, entries: Sequence[Entry], sample: int | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, entries: Sequence[Entry], sample: int | None = None, seed: int = 0) -> None:
         self.entries = list(entries)
         self.sample, self.seed, self.epoch = sample, seed, 0
 

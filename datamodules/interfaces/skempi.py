@@ -54,7 +54,9 @@ def _read_table(path: str | Path) -> pd.DataFrame:
     with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
         header = file.readline()
     if header.count(",") == header.count(";") == 0:
-        raise ValueError(f"{path}: the header line has neither ',' nor ';': {header.strip()[:60]!r}")
+        raise ValueError(
+            f"{path}: the header line has neither ',' nor ';': {header.strip()[:60]!r}"
+        )
     separator = ";" if header.count(";") > header.count(",") else ","
     table: pd.DataFrame = pd.read_csv(
         path, sep=separator, quoting=csv.QUOTE_MINIMAL, keep_default_na=True
@@ -159,7 +161,9 @@ def read_labels(
         bad = (numbers.isna() & table[values].notna()).to_numpy()
         if bad.any():
             row = int(bad.argmax())
-            raise ValueError(f"{path}, line {row + 2}: {values} {table[values][row]!r} is no number")
+            raise ValueError(
+                f"{path}, line {row + 2}: {values} {table[values][row]!r} is no number"
+            )
         ddg = numbers.tolist()
     origin = table["#Pdb"] if "#Pdb" in table.columns else table[names]
     result = pd.DataFrame(

@@ -60,7 +60,9 @@ def choose(folds: Folds, which: str, seed: int = 0) -> list[str]:
     if which.isdigit():
         size = int(which)
         if not 0 < size <= len(everything):
-            raise ValueError(f"a sample of {size} interfaces out of {len(everything)} is impossible")
+            raise ValueError(
+                f"a sample of {size} interfaces out of {len(everything)} is impossible"
+            )
         order = np.random.default_rng(seed_from(seed, "sample")).permutation(len(everything))
         return [everything[i] for i in sorted(order[:size].tolist())]
     chosen: list[str] = []

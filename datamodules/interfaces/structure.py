@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 """One-letter codes in the order of all residue-type numbers."""
 
+# fmt: off
 THREE_LETTER = (
-    ("ALA", "CYS", "ASP", "GLU", "PHE", "GLY", "HIS", "ILE", "LYS", "LEU")
-    + ("MET", "ASN", "PRO", "GLN", "ARG", "SER", "THR", "VAL", "TRP", "TYR")
+    "ALA", "CYS", "ASP", "GLU", "PHE", "GLY", "HIS", "ILE", "LYS", "LEU",
+    "MET", "ASN", "PRO", "GLN", "ARG", "SER", "THR", "VAL", "TRP", "TYR",
 )
+# fmt: on
 TYPE_OF = {name: number for number, name in enumerate(THREE_LETTER)}
 
 Alternates = Literal["best", "all"]
@@ -213,7 +215,8 @@ def parse_mmcif(text: str, name: str, alternates: Alternates = "best") -> Struct
     if model is not None:
         if len(set(model.tolist())) > 1:
             warnings.warn(
-                f"{name} has {len(set(model.tolist()))} models; only the first is used", stacklevel=3
+                f"{name} has {len(set(model.tolist()))} models; only the first is used",
+                stacklevel=3,
             )
         keep &= model == model[0]
 

@@ -25,9 +25,7 @@ def pack_tables(tables: Iterable[ResidueTable]) -> bytes:
         atom = np.concatenate([getattr(t, name) for t in tables]) * 1000
         offset = np.where(np.isnan(atom), _MISSING, np.rint(np.nan_to_num(atom)) - ca)
         around.append(np.clip(offset, _MISSING, -_MISSING - 1).astype(np.int16))
-    columns = {
-        name: np.concatenate([getattr(t, name) for t in tables]) for name in _COLUMNS
-    }
+    columns = {name: np.concatenate([getattr(t, name) for t in tables]) for name in _COLUMNS}
     columns["types"] = columns["types"].astype(np.uint8)
     columns["number"] = columns["number"].astype(np.int32)
     buffer = io.BytesIO()
@@ -56,7 +54,9 @@ def unpack_tables(data: bytes) -> dict[str, ResidueTable]:
     n, c, ca = atom("n"), atom("c"), ca / 1000
     stop = np.cumsum(content["size"])
     tables = {}
-    for name, start, end in zip(content["name"].tolist(), stop - content["size"], stop, strict=True):
+    for name, start, end in zip(
+        content["name"].tolist(), stop - content["size"], stop, strict=True
+    ):
         rows = slice(int(start), int(end))
         tables[name] = ResidueTable(
             name,

@@ -1,4 +1,4 @@
-"""Published weights: reading the files without the authors' package, and the map between their names and ours."""
+"""Published weights: reading the files without their package, and the map of their names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.ppiformer.tensor_product import PAIRS, basis_from_constants, rotation_constants
+from lightning_modules.ppiformer.tensor_product import (
+    PAIRS,
+    basis_from_constants,
+    rotation_constants,
+)
 
 BASIS = "encoder.basis:(1,1)"
 _RENAMED = (
@@ -43,7 +47,9 @@ _STACKED = {
 
 def _module_path(name: str) -> str:
     name = name.replace("encoder.tp_in", "encoder.embed.product")
-    name = re.sub(r"encoder\.layers\.blocks\.(\d+)\.0\.to_kv", r"encoder.blocks.\1.attention.product", name)
+    name = re.sub(
+        r"encoder\.layers\.blocks\.(\d+)\.0\.to_kv", r"encoder.blocks.\1.attention.product", name
+    )
     return re.sub(r"encoder\.layers\.blocks\.(\d+)", r"encoder.blocks.\1", name)
 
 
@@ -51,26 +57,33 @@ def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename and stack the entries of an authors' state dict.
 
     Args:
-        state: names as in the published files, with or without a ``model.`` prefix; further entries (optimiser-side
-            buffers, metrics) under other prefixes are left out.
+        state: names as in the published files, with or without a ``model.`` prefix; further entries
+            (optimiser-side buffers, metrics) under other prefixes are left out.
 
     Returns:
-        Entries ``encoder.*`` and ``classifier.*`` for `PPIformer.load_state_dict`, the whole vector branch included;
-        float64 where exactness matters (the rotation constants).
+        Entries ``encoder.*`` and ``classifier.*`` for `PPIformer.load_state_dict`, the whole vector
+        branch included; float64 where exactness matters (the rotation constants).
 
     Raises:
-        ValueError: if there is no encoder, or a normalisation has a shift other than zero (not this architecture).
+        ValueError: if there is no encoder, or a normalisation has a shift other than zero (not this
+            architecture).
     """
     state = {key.removeprefix("model."): value for key, value in state.items()}
-    state = {key: value for key, value in state.items() if key.startswith(("encoder.", "classifier."))}
+    state = {
+        key: value for key, value in state.items() if key.startswith(("encoder.", "classifier."))
+    }
     if BASIS not in state:
-        raise ValueError(f"the checkpoint has no entry {BASIS!r}: it isn't a published PPIformer of degree 1")
+        raise ValueError(
+            f"the checkpoint has no entry {BASIS!r}: it isn't a published PPIformer of degree 1"
+        )
     result: dict[str, Tensor] = {"encoder.constants": rotation_constants(state[BASIS].double())}
     radial: dict[str, dict[str, dict[tuple[int, int], Tensor]]] = {}
     for key, value in state.items():
         if key.endswith(".beta"):
             if value.abs().max() > 0:
-                raise ValueError(f"{key} has a shift other than zero, which this architecture doesn't have")
+                raise ValueError(
+                    f"{key} has a shift other than zero, which this architecture doesn't have"
+                )
             continue
         if match := _RADIAL.fullmatch(key):
             prefix, inputs, outputs, part = match.groups()
@@ -99,27 +112,41 @@ def to_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `from_published` (normalisation shifts are written as zeros).
 
     Raises:
-        ValueError: if the vector branch of the last layer is missing (``last_layer_scalar_only=True``).
+        ValueError: if the vector branch of the last layer is missing
+            (``last_layer_scalar_only=True``).
     """
     if "encoder.norm.scale.1" not in state:
-        raise ValueError("to_published needs the vector branch: build the encoder with last_layer_scalar_only=False")
+        raise ValueError("to_published needs the vector branch: use last_layer_scalar_only=False")
 
     def old_path(prefix: str) -> str:
         prefix = prefix.replace("encoder.embed.product", "encoder.tp_in")
-        return re.sub(r"encoder\.blocks\.(\d+)\.attention\.product", r"encoder.layers.blocks.\1.0.to_kv", prefix)
+        return re.sub(
+            r"encoder\.blocks\.(\d+)\.attention\.product",
+            r"encoder.layers.blocks.\1.0.to_kv",
+            prefix,
+        )
 
     inner = {"query": "0.to_q.weights", "out": "0.to_out.weights", "inner": "1.project_in.weights"}
-    product = {"receiver": "to_xi", "sender": "to_xj", "self_slot": "self_interact", "out": "to_out"}
+    product = {
+        "receiver": "to_xi",
+        "sender": "to_xj",
+        "self_slot": "self_interact",
+        "out": "to_out",
+    }
     result: dict[str, Tensor] = {BASIS: basis_from_constants(state["encoder.constants"])}
     for key, value in state.items():
         if match := re.fullmatch(r"(encoder\..*product)\.(\w+)\.(\d)\.weight", key):
             result[f"{old_path(match[1])}.{product[match[2]]}.weights.{match[3]}"] = value
-        elif match := re.fullmatch(r"encoder\.blocks\.(\d+)\.(attention|feed_forward)\.(\w+)\.(\d)\.?\w*", key):
+        elif match := re.fullmatch(
+            r"encoder\.blocks\.(\d+)\.(attention|feed_forward)\.(\w+)\.(\d)\.?\w*", key
+        ):
             layer, part, name, degree = match.groups()
             base = f"encoder.layers.blocks.{layer}"
             if name == "scale" or ".norm." in key:
                 continue
-            target = "1.project_out.weights" if (part, name) == ("feed_forward", "out") else inner[name]
+            target = (
+                "1.project_out.weights" if (part, name) == ("feed_forward", "out") else inner[name]
+            )
             result[f"{base}.{target}.{degree}"] = value
         elif match := re.fullmatch(r"(encoder\..*product)\.radial\.(\w+)", key):
             part = next(old for old, new in _STACKED.items() if new == match[2])
@@ -132,7 +159,10 @@ def to_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             i, o = PAIRS[int(match[2])]
             flat = value.permute(2, 0, 1).flatten(0, 1)
             name = f"{old_path(match[1])}.kernel_unary.({i},{o}).rp.6"
-            result[f"{name}.weight"], result[f"{name}.bias"] = flat[:, :-1].contiguous(), flat[:, -1].contiguous()
+            result[f"{name}.weight"], result[f"{name}.bias"] = (
+                flat[:, :-1].contiguous(),
+                flat[:, -1].contiguous(),
+            )
         elif key == "encoder.edge_embedding.weight":
             result["encoder.edge_emb.weight"] = value
         elif key.startswith("classifier."):
@@ -140,9 +170,13 @@ def to_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, value in state.items():
         if match := re.fullmatch(r"encoder\.norm\.scale\.(\d)", key):
             result[f"encoder.norm.transforms.{match[1]}"] = value[:, None]
-        elif match := re.fullmatch(r"encoder\.blocks\.(\d+)\.(attention|feed_forward)\.norm\.scale\.(\d)", key):
+        elif match := re.fullmatch(
+            r"encoder\.blocks\.(\d+)\.(attention|feed_forward)\.norm\.scale\.(\d)", key
+        ):
             part = 0 if match[2] == "attention" else 1
-            result[f"encoder.layers.blocks.{match[1]}.{part}.prenorm.transforms.{match[3]}"] = value[:, None]
+            result[f"encoder.layers.blocks.{match[1]}.{part}.prenorm.transforms.{match[3]}"] = (
+                value[:, None]
+            )
     return result
 
 
@@ -168,13 +202,15 @@ class _Stub:
 
 class _StubUnpickler(pickle.Unpickler):
     # Only what tensors are made of is looked up for real; nothing else in the file can run code.
-    _ALLOWED = {
-        ("collections", "OrderedDict"),
-        ("torch._utils", "_rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_parameter"),
-        ("torch", "Size"),
-        ("torch", "device"),
-    }
+    _ALLOWED = frozenset(
+        {
+            ("collections", "OrderedDict"),
+            ("torch._utils", "_rebuild_tensor_v2"),
+            ("torch._utils", "_rebuild_parameter"),
+            ("torch", "Size"),
+            ("torch", "device"),
+        }
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._ALLOWED or (module == "torch" and name.endswith("Storage")):
@@ -185,7 +221,7 @@ class _StubUnpickler(pickle.Unpickler):
 
 
 def read_published(path: str | Path) -> dict[str, Tensor]:
-    """The ``state_dict`` of an authors' ``.ckpt`` file, every unknown class in it replaced by a stub.
+    """The ``state_dict`` of an authors' ``.ckpt`` file, unknown classes replaced by stubs.
 
     Raises:
         ValueError: if the file is no PyTorch archive or has no ``state_dict``.
@@ -209,8 +245,10 @@ def is_published(state: Mapping[str, Tensor]) -> bool:
     return any(key.removeprefix("model.") == BASIS for key in state)
 
 
-def load_weights(module: nn.Module, state: Mapping[str, Tensor], source: str = "checkpoint") -> None:
-    """Load encoder and classifier, ours or published, with a readable error on another architecture.
+def load_weights(
+    module: nn.Module, state: Mapping[str, Tensor], source: str = "checkpoint"
+) -> None:
+    """Load encoder and classifier, ours or published; another architecture is an error.
 
     Surplus vector-branch weights of the last layer are accepted and dropped.
 
@@ -225,8 +263,12 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], source: str = "
     if is_published(state):
         state = from_published(state)
     state = {key.removeprefix("network."): value for key, value in state.items()}
-    wanted = {k: v for k, v in module.state_dict().items() if k.startswith(("encoder.", "classifier."))}
-    unused = [key for key in state if key.startswith(("encoder.", "classifier.")) and key not in wanted]
+    wanted = {
+        k: v for k, v in module.state_dict().items() if k.startswith(("encoder.", "classifier."))
+    }
+    unused = [
+        key for key in state if key.startswith(("encoder.", "classifier.")) and key not in wanted
+    ]
     problems = [f"{key} is missing" for key in wanted if key not in state]
     scalar_only = bool(getattr(module.encoder, "last_layer_scalar_only", False))
     chosen: dict[str, Tensor] = {}
@@ -276,7 +318,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def average_weights(paths: Iterable[str | Path]) -> dict[str, Tensor]:
-    """Mean of the weights of several checkpoints of one architecture (for example one per cross-validation fold).
+    """Mean of the weights of several checkpoints, for example one per fold.
 
     Raises:
         ValueError: for no path, or checkpoints with different names or shapes.
@@ -290,11 +332,16 @@ def average_weights(paths: Iterable[str | Path]) -> dict[str, Tensor]:
     first = states[0]
     for state in states[1:]:
         different = sorted(
-            set(first) ^ set(state) or {key for key in first if first[key].shape != state[key].shape}
+            set(first) ^ set(state)
+            or {key for key in first if first[key].shape != state[key].shape}
         )
         if different:
-            raise ValueError(f"checkpoints differ in architecture; first differing keys: {', '.join(different[:3])}")
+            raise ValueError(
+                f"checkpoints differ; first differing keys: {', '.join(different[:3])}"
+            )
     return {
-        key: torch.stack([state[key] for state in states]).mean(0) if value.is_floating_point() else value
+        key: torch.stack([state[key] for state in states]).mean(0)
+        if value.is_floating_point()
+        else value
         for key, value in first.items()
     }

@@ -35,9 +35,9 @@ def ranking(network: Any, batch: Any) -> dict[str, float]:
     """Metrics of the predicted ddG, means over interfaces."""
     with torch.no_grad():
         predicted = network.ddg(batch)[0].double().numpy()
-    result: dict[str, float] = evaluate(
-        predicted, batch.ddg.double().numpy(), batch.group.numpy()
-    )["averaged"]
+    result: dict[str, float] = evaluate(predicted, batch.ddg.double().numpy(), batch.group.numpy())[
+        "averaged"
+    ]
     return result
 
 
@@ -45,9 +45,7 @@ def reproduce(lab: Lab) -> None:
     """Pre-train, rank mutations without labels, fine-tune on few labels, and from scratch."""
     # one validation at the end is enough: the claims are measured on the test interfaces
     brief = "--trainer.num_sanity_val_steps=0"
-    pretrained = lab.fit(
-        "ppiformer/default.yaml", brief, "--trainer.check_val_every_n_epoch=14"
-    )
+    pretrained = lab.fit("ppiformer/default.yaml", brief, "--trainer.check_val_every_n_epoch=14")
     data = pretrained.datamodule
     batch = data.test_set[list(range(len(data.test_set)))]
     network = pretrained.model.network.eval()

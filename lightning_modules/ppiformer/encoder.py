@@ -18,7 +18,8 @@ class SE3Encoder(nn.Module):
     Reflections do change them (the degree 1 to 1 map has a cross product), so chirality is seen.
 
     Args:
-        channels: hidden channels of degree 0 (scalars) and degree 1 (vectors). Published: (128, 64).
+        channels: hidden channels of degree 0 (scalars) and degree 1 (vectors). Published: (128,
+            64).
         inputs: input channels of degree 0 and degree 1. Published: (20, 1).
         depth: number of layers. Published: 8.
         heads: attention heads. Published: 2.
@@ -28,9 +29,12 @@ class SE3Encoder(nn.Module):
         radius: largest distance of an edge in scaled units (8 is 32 A).
         coordinate_scale: coordinates in A are divided by this.
         gate_heads: gate attention heads by the scalars. Published: off.
-        reference_attention: reproduce the original encoder, whose degree-0 attention ignores ``radius``.
-        last_layer_scalar_only: leave out the vector branch of the last layer, which a scalar read-out cannot train.
-        chain_tokens: tell same-chain from inter-chain edges; false feeds one token everywhere (ablation).
+        reference_attention: reproduce the original encoder, whose degree-0 attention ignores
+            ``radius``.
+        last_layer_scalar_only: leave out the vector branch of the last layer, which a scalar
+            read-out cannot train.
+        chain_tokens: tell same-chain from inter-chain edges; false feeds one token everywhere
+            (ablation).
 
     Raises:
         ValueError: for sizes that are not positive.
@@ -55,24 +59,37 @@ class SE3Encoder(nn.Module):
         super().__init__()
         channels, inputs, head_widths = _pair(channels), _pair(inputs), _pair(head_widths)
         sizes = {"channels": channels, "inputs": inputs, "head_widths": head_widths}
-        counts = {"depth": depth, "heads": heads, "radial_hidden": radial_hidden, "edge_embedding": edge_embedding}
+        counts = {
+            "depth": depth,
+            "heads": heads,
+            "radial_hidden": radial_hidden,
+            "edge_embedding": edge_embedding,
+        }
         for name, value in {**sizes, **{key: (count,) for key, count in counts.items()}}.items():
             if min(value) < 1:
-                raise ValueError(f"{name} must be positive, got {value if len(value) > 1 else value[0]}")
+                raise ValueError(
+                    f"{name} must be positive, got {value if len(value) > 1 else value[0]}"
+                )
         if radius <= 0 or coordinate_scale <= 0:
-            raise ValueError(f"radius and coordinate_scale must be positive, got {radius} and {coordinate_scale}")
+            raise ValueError(
+                f"radius and coordinate_scale must be positive, got {radius} and {coordinate_scale}"
+            )
         self.channels, self.inputs, self.depth = channels, inputs, depth
         self.radius, self.coordinate_scale = radius, coordinate_scale
         self.reference_attention, self.chain_tokens = reference_attention, chain_tokens
         self.last_layer_scalar_only = last_layer_scalar_only
         edge_inputs = edge_embedding + 1
-        self.register_buffer("constants", torch.tensor(ROTATION_CONSTANTS, dtype=torch.float64).float())
+        self.register_buffer(
+            "constants", torch.tensor(ROTATION_CONSTANTS, dtype=torch.float64).float()
+        )
         self.edge_embedding = nn.Embedding(2, edge_embedding)
         self.embed = PooledProduct(inputs, channels, edge_inputs, radial_hidden)
         scalar_only = [last_layer_scalar_only and layer == depth - 1 for layer in range(depth)]
         self.blocks = nn.ModuleList(
             Block(
-                Attention(channels, heads, head_widths, edge_inputs, radial_hidden, gate_heads, scalar),
+                Attention(
+                    channels, heads, head_widths, edge_inputs, radial_hidden, gate_heads, scalar
+                ),
                 FeedForward(channels, scalar),
             )
             for scalar in scalar_only
@@ -95,7 +112,8 @@ class SE3Encoder(nn.Module):
 
         Args:
             geometry: edges.
-            chain: (nodes,) int64, chain number of each residue (compared per edge, so any node order will do).
+            chain: (nodes,) int64, chain number of each residue (compared per edge, so any node
+                order will do).
 
         Returns:
             (nodes, k, edge_embedding + 1).
@@ -124,8 +142,8 @@ class SE3Encoder(nn.Module):
             checkpoint: runs a layer, for example with activation checkpointing; None calls it.
 
         Returns:
-            Scalars (nodes, [variants,] channels[0]) and vectors (nodes, [variants,] channels[1], 3), or None for the
-            vectors with ``last_layer_scalar_only``.
+            Scalars (nodes, [variants,] channels[0]) and vectors (nodes, [variants,] channels[1],
+            3), or None for the vectors with ``last_layer_scalar_only``.
         """
         single = scalars.ndim == 2
         x = scalars.unsqueeze(1) if single else scalars

@@ -83,8 +83,8 @@ def evaluate(
         threshold: see `group_metrics`.
 
     Returns:
-        `per_group` (group to metrics and `n`), `averaged` (plain mean over groups, NaN left out) and
-        `rounded_then_averaged` (each value rounded to two decimals first, as published).
+        `per_group` (group to metrics and `n`), `averaged` (plain mean over groups, NaN left out)
+        and `rounded_then_averaged` (each value rounded to two decimals first, as published).
 
     Raises:
         ValueError: for lengths that differ or predictions that are not finite.
@@ -117,7 +117,8 @@ def evaluate(
         "per_group": per_group,
         "averaged": {name: mean(values) for name, values in table.items()},
         "rounded_then_averaged": {
-            name: mean([float(np.round(value, 2)) for value in values]) for name, values in table.items()
+            name: mean([float(np.round(value, 2)) for value in values])
+            for name, values in table.items()
         },
     }
 

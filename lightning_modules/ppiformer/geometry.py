@@ -1,12 +1,13 @@
-"""Static geometry of a residue graph: nearest neighbours, edge vectors, and edges grouped by sender.
+"""Static geometry of residue graphs: neighbours, edge vectors, edges grouped by sender.
 
-Everything here depends on the coordinates alone, so it is computed once per structure (or per batch) and shared by all
-layers and, in a mutation scan, by all variants.
+Everything here depends on the coordinates alone, so it is computed once per structure (or per
+batch) and shared by all layers and, in a mutation scan, by all variants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,9 @@ def nearest_neighbors(position: Tensor, k: int = 10) -> tuple[Tensor, Tensor]:
         k: neighbours per residue, at least 1.
 
     Returns:
-        ``neighbors`` (nodes, k) int64, nearest first, padded with the residue's own index where the graph has fewer than
-        ``k + 1`` residues, and ``exists`` (nodes, k) bool, false on the padding.
+        ``neighbors`` (nodes, k) int64, nearest first, padded with the residue's own index where the
+        graph has fewer than ``k + 1`` residues, and ``exists`` (nodes, k) bool, false on the
+        padding.
 
     Raises:
         ValueError: if ``k`` is not positive, the shape is wrong or a coordinate is not finite.
@@ -36,10 +38,13 @@ def nearest_neighbors(position: Tensor, k: int = 10) -> tuple[Tensor, Tensor]:
         raise ValueError(f"position must have shape (residues, 3), got {tuple(position.shape)}")
     if not torch.isfinite(position).all():
         row = int((~torch.isfinite(position)).any(dim=1).nonzero()[0])
-        raise ValueError(f"position of residue index {row} is not finite; remove residues without coordinates")
+        raise ValueError(
+            f"position of residue index {row} is not finite; remove residues without coordinates"
+        )
     nodes = position.shape[0]
     own = torch.arange(nodes, device=position.device)[:, None]
-    # Differences, not the matrix-product form of cdist: that form loses digits for structures far from the origin.
+    # Differences, not the matrix-product form of cdist: that form loses digits for structures far
+    # from the origin.
     distance = torch.cdist(position, position, compute_mode="donot_use_mm_for_euclid_dist")
     distance.fill_diagonal_(float("inf"))
     found = min(k, nodes - 1)
@@ -60,7 +65,8 @@ class Geometry(NamedTuple):
         within: (nodes, k) bool, edges that exist and lie within the radius.
         distance: (nodes, k), scaled distance.
         unit: (nodes, k, 3), unit vector from sender to receiver; zero for coincident residues.
-        by_sender: (nodes, d) int64, flat edge numbers leaving each sender; padding points one past the last edge.
+        by_sender: (nodes, d) int64, flat edge numbers leaving each sender; padding points one past
+            the last edge.
         slot: (nodes * k,) int64, where each edge sits in the flattened ``by_sender``; one past its
             end for edges that are not listed there.
     """
@@ -118,13 +124,15 @@ def build_geometry(
         exists: (nodes, k) bool.
         radius: largest scaled distance of an edge.
         scale: divisor of the coordinates.
-        reference_attention: let degree-0 attention see neighbours beyond ``radius``, as the original encoder does.
+        reference_attention: let degree-0 attention see neighbours beyond ``radius``, as the
+            original encoder does.
     """
     with torch.autocast(position.device.type, enabled=False):
         scaled = (position if position.dtype == torch.float64 else position.float()) / scale
         offset = scaled[:, None, :] - scaled[neighbors]
         squared = offset.square().sum(-1)
-        # Coincident residues (duplicate records) have no direction: a zero vector, and no division by zero.
+        # Coincident residues (duplicate records) have no direction: a zero vector, and no division
+        # by zero.
         apart = squared > 0
         distance = torch.where(apart, squared, torch.ones_like(squared)).sqrt()
         unit = torch.where(apart[..., None], offset / distance[..., None], torch.zeros_like(offset))
@@ -153,7 +161,7 @@ def neighbors_within(
     """
     neighbors = torch.empty(len(part), k, dtype=torch.int64, device=part.device)
     exists = torch.zeros(len(part), k, dtype=torch.bool, device=part.device)
-    for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
+    for start, stop in pairwise(ptr):
         for value in torch.unique(part[start:stop]):
             rows = start + (part[start:stop] == value).nonzero()[:, 0]
             local, found = nearest_neighbors(position[rows], k)

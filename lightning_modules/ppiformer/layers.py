@@ -1,4 +1,4 @@
-"""Layers of the SE(3)-equivariant transformer: normalisation, distance attention, gated feed-forward."""
+"""Layers of the equivariant transformer: norm, distance attention, gated feed-forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_modules.ppiformer.geometry import Geometry
 from lightning_modules.ppiformer.tensor_product import Linear, TensorProduct
 
 DIFFERENCE_EPS = 1e-6
-"""Added to every component of a key-query difference, so that the distance has a gradient at zero."""
+"""Added to each component of a key-query difference: a distance with a gradient at zero."""
 
 
 def full_precision(value: Tensor) -> Tensor:
@@ -37,7 +37,8 @@ class Norm(nn.Module):
         """Normalise (nodes, variants, c0) and (nodes, variants, 3, c1)."""
         x = full_precision(scalars)
         mean_square = x.square().mean(-1, keepdim=True)
-        # The clamp of the square (1e-12 of the root) keeps the gradient finite for an all-zero input.
+        # The clamp of the square (1e-12 of the root) keeps the gradient finite for an all-zero
+        # input.
         scalars = x / mean_square.clamp(min=1e-24).sqrt() * self.scale[0]
         if vectors is None or len(self.scale) == 1:
             return scalars, None
@@ -47,9 +48,11 @@ class Norm(nn.Module):
 
 
 class PooledProduct(nn.Module):
-    """Input layer: mean of the edge messages within the radius, an output map, and the node's own features."""
+    """Input layer: mean of the edge messages within the radius, and the node's own features."""
 
-    def __init__(self, inputs: tuple[int, int], outputs: tuple[int, int], edge_inputs: int, hidden: int) -> None:
+    def __init__(
+        self, inputs: tuple[int, int], outputs: tuple[int, int], edge_inputs: int, hidden: int
+    ) -> None:
         super().__init__()
         self.product = TensorProduct(inputs, outputs, edge_inputs, hidden)
 
@@ -61,13 +64,18 @@ class PooledProduct(nn.Module):
         assert one is not None
         share = geometry.within.to(zero.dtype)
         share = share / share.sum(1, keepdim=True).clamp(min=1.0)
-        pooled = torch.einsum("nk,nkvc->nvc", share, zero), torch.einsum("nk,nkvxc->nvxc", share, one)
+        pooled = (
+            torch.einsum("nk,nkvc->nvc", share, zero),
+            torch.einsum("nk,nkvxc->nvxc", share, one),
+        )
         out, own = self.product.out, self.product.self_slot
         return out[0](pooled[0]) + own[0](scalars), out[1](pooled[1]) + own[1](vectors)
 
 
 class Attention(nn.Module):
-    """Attention with negative Euclidean distance as score, softmax over self and neighbours per degree and head.
+    """Attention whose score is the negative distance of query and key.
+
+    The softmax runs over the residue itself and its neighbours, per degree and head.
 
     Args:
         channels: of degree 0 and 1.
@@ -135,7 +143,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The update of both degrees (to be added by the caller); vectors None if ``scalar_only``.
 
-        ``record`` collects attention weights (nodes, 1 + k, variants, heads) per degree, the residue itself first.
+        ``record`` collects attention weights (nodes, 1 + k, variants, heads) per degree, the
+        residue itself first.
         """
         x, v = self.norm(scalars, vectors)
         edges = self.product(x, v, edge, geometry, constants)
@@ -148,7 +157,9 @@ class Attention(nn.Module):
             own = self.product.self_slot[degree](features)
             slots = self.product.out[degree](edges[degree])
             allowed = geometry.within if degree else geometry.attends
-            heads, weights = self._attend(self.query[degree](features), own, slots, allowed, self.widths[degree])
+            heads, weights = self._attend(
+                self.query[degree](features), own, slots, allowed, self.widths[degree]
+            )
             if record is not None:
                 record.append(weights.detach())
             if gates is not None:
@@ -160,7 +171,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two channel maps with SiLU on scalars and scalar gates on vectors; hidden width four times the channels."""
+    """Two channel maps, four times as wide inside; SiLU on scalars, gates on vectors."""
 
     def __init__(self, channels: tuple[int, int], scalar_only: bool = False) -> None:
         super().__init__()
@@ -176,7 +187,8 @@ class FeedForward(nn.Module):
         """The update of both degrees, to be added by the caller."""
         x, v = self.norm(scalars, None if self.scalar_only else vectors)
         if self.scalar_only:
-            # The first columns would only gate vectors; they are kept so that shapes equal those of the full layer.
+            # The first columns would only gate vectors; they are kept so that shapes equal those of
+            # the full layer.
             hidden = x @ self.inner[0].weight[:, self.gates :]
             return self.out[0](functional.silu(hidden)), None
         hidden = self.inner[0](x)

@@ -59,7 +59,7 @@ class GroupedDDG(Metric):
 
     def rows(self) -> tuple[Floats, Floats, NDArray[np.int64]]:
         """All rows, sorted by group, label and prediction: independent of the order of ranks."""
-        if not self.predicted:
+        if not len(self.predicted):  # a list, or one tensor once ranks are gathered
             empty = np.zeros(0)
             return empty, empty, np.zeros(0, dtype=np.int64)
         columns = [dim_zero_cat(x).cpu() for x in (self.predicted, self.target, self.group)]

@@ -342,7 +342,7 @@ class PPIformer(PaperModule):
             write_csv(self._rows, Path(folder) / f"test_ddg{rank}.csv")
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """ddG of the mutations of a batch, or residue embeddings where there are none.
+        """DdG of the mutations of a batch, or residue embeddings where there are none.
 
         Returns:
             `interface` and `mutation` (strings, one per mutation), `ddg`, `sd` (spread over the
@@ -366,7 +366,7 @@ class PPIformer(PaperModule):
     # ------------------------------------------------------------------ output
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> list[Path]:
-        """`ddg.csv`, and a heat map for every interface with single mutations."""
+        """Write `ddg.csv`, and a heat map for every interface with single mutations."""
         rows = [row for prediction in predictions for row in rows_of(prediction)]
         if not rows:
             return []
@@ -387,7 +387,7 @@ class PPIformer(PaperModule):
                 **{name: value.numpy() for name, value in self._shown.items()},
                 title="C-alphas, and edges between chains",
             )
-        if self.test_ddg.predicted:
+        if len(self.test_ddg.predicted):
             predicted, target, group = self.test_ddg.rows()
             if len(target):
                 summary = self.test_ddg.compute()

@@ -48,7 +48,10 @@ def write_csv(rows: Iterable[Row], path: Path) -> Path:
         for row in rows:
             values: list[object] = [row.interface, row.mutation]
             values += [f"{v:.6f}" if v == v else "" for v in (row.ddg, row.sd)]
-            values += [row.in_interface, f"{row.measured:.6f}" if row.measured == row.measured else ""]
+            values += [
+                row.in_interface,
+                f"{row.measured:.6f}" if row.measured == row.measured else "",
+            ]
             writer.writerow(values)
     return path
 
@@ -76,7 +79,7 @@ def scan_matrix(rows: Sequence[Row]) -> tuple[list[str], np.ndarray[Any, np.dtyp
 
 
 def heat_map(rows: Sequence[Row], title: str = "") -> Figure | None:
-    """ddG of all single substitutions, sites across and mutants down; None without any."""
+    """Draw ddG of all single substitutions, sites across and mutants down; None without any."""
     sites, matrix = scan_matrix(rows)
     if not sites:
         return None

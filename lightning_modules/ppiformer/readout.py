@@ -82,7 +82,9 @@ def group_by_positions(batch: MutationBatch, grouped: bool = True) -> Variants:
     """
     mutations = batch.mutation_graph.tolist()
     positions: list[list[int]] = [[] for _ in mutations]
-    for mutation, node in zip(batch.point_mutation.tolist(), batch.point_node.tolist(), strict=True):
+    for mutation, node in zip(
+        batch.point_mutation.tolist(), batch.point_node.tolist(), strict=True
+    ):
         positions[mutation].append(node)
     seen: dict[int, dict[object, int]] = {}
     numbers = []
@@ -166,7 +168,9 @@ def wt_marginals(encode: Encode, classifier: nn.Module, batch: MutationBatch) ->
     return sum_points(_log_odds(torch.log_softmax(classifier(embedding), -1), batch, None), batch)
 
 
-def _wild_and_mutant(encode: Encode, batch: MutationBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _wild_and_mutant(
+    encode: Encode, batch: MutationBatch, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(points, channels) embeddings of the mutated residues before and after the mutation."""
     variants = group_by_positions(batch, grouped=False)
     types = batch.types[:, None].repeat(1, variants.count + 1)

@@ -1,9 +1,11 @@
 """Equivariant product of node features and edge directions for degrees 0 and 1, in Cartesian form.
 
-The radial matrix of an edge is never stored: its last linear map is contracted with node features first, so the cost per
-edge is that of the 64 hidden values of the radial network and not that of the 18,432 weights they would produce.
+The radial matrix of an edge is never stored: its last linear map is contracted with node features
+first, so the cost per edge is that of the 64 hidden values of the radial network and not that of
+the 18,432 weights they would produce.
 
-Inside the network scalars are (nodes, variants, channels) and vectors (nodes, variants, 3, channels): channels last.
+Inside the network scalars are (nodes, variants, channels) and vectors (nodes, variants, 3,
+channels): channels last.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ PAIRS = ((0, 0), (1, 0), (0, 1), (1, 1))
 def rotation_constants(basis: Tensor) -> Tensor:
     """alpha, beta, gamma from the 3 x 3 buffer ``basis:(1,1)`` of a published checkpoint.
 
-    The signs of that buffer come from a singular value decomposition and may differ from file to file, so they must be
-    read and not assumed.
+    The signs of that buffer come from a singular value decomposition and may differ from file to
+    file, so they must be read and not assumed.
 
     Args:
         basis: (3, 3).
@@ -53,7 +55,7 @@ def basis_from_constants(constants: Tensor) -> Tensor:
 
 
 def rotate_degree_one(vectors: Tensor, unit: Tensor, constants: Tensor) -> Tensor:
-    """``T v = alpha (v - (v.r) r) + beta (v.r) r + gamma (r x v)``: the degree 1 to 1 map of an edge.
+    """The degree 1 to 1 map ``T v = alpha (v - (v.r) r) + beta (v.r) r + gamma (r x v)``.
 
     Args:
         vectors: (..., 3, channels).
@@ -95,7 +97,11 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, zero: bool = False) -> None:
         super().__init__()
-        weight = torch.zeros(inputs, outputs) if zero else torch.randn(inputs, outputs) / math.sqrt(inputs)
+        weight = (
+            torch.zeros(inputs, outputs)
+            if zero
+            else torch.randn(inputs, outputs) / math.sqrt(inputs)
+        )
         self.weight = nn.Parameter(weight)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -104,7 +110,7 @@ class Linear(nn.Module):
 
 
 def split_channels(channels: int) -> tuple[int, int]:
-    """Output channels fed by input degree 0 and by input degree 1 (the first group is larger when odd)."""
+    """Output channels fed by input degree 0 and by degree 1; the first group is the larger."""
     return channels - channels // 2, channels // 2
 
 
@@ -134,7 +140,7 @@ class RadialNetworks(nn.Module):
         self.scale_hidden = nn.Parameter(torch.ones(networks, hidden))
 
     def forward(self, edge: Tensor) -> Tensor:
-        """(edges, inputs) to (networks, edges, hidden + 1); the last value is 1 and carries the output bias."""
+        """(edges, inputs) to (networks, edges, hidden + 1); the last value is 1, for the bias."""
         shape = (self.hidden,)
         value = edge @ self.weight_in.transpose(1, 2) + self.bias_in[:, None]
         value = functional.layer_norm(functional.silu(value), shape) * self.scale_in[:, None]
@@ -153,7 +159,9 @@ class TensorProduct(nn.Module):
         hidden: width of the radial networks.
     """
 
-    def __init__(self, inputs: tuple[int, int], outputs: tuple[int, int], edge_inputs: int, hidden: int) -> None:
+    def __init__(
+        self, inputs: tuple[int, int], outputs: tuple[int, int], edge_inputs: int, hidden: int
+    ) -> None:
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         degrees = (0, 1) if outputs[1] else (0,)
@@ -161,9 +169,12 @@ class TensorProduct(nn.Module):
         self.receiver = nn.ModuleList(Linear(width, width) for width in inputs)
         self.sender = nn.ModuleList(Linear(width, width) for width in inputs)
         self.radial = RadialNetworks(len(self.pairs), edge_inputs, hidden)
-        # (inputs, hidden + 1, group): the layout of the product below, so that no transpose is made in the forward pass.
+        # (inputs, hidden + 1, group): the layout of the product below, so that no transpose is made
+        # in the forward pass.
         self.kernels = nn.ParameterList(
-            torch.empty(inputs[i], hidden + 1, split_channels(outputs[o])[i]).uniform_(-(hidden**-0.5), hidden**-0.5)
+            torch.empty(inputs[i], hidden + 1, split_channels(outputs[o])[i]).uniform_(
+                -(hidden**-0.5), hidden**-0.5
+            )
             for i, o in self.pairs
         )
         self.self_slot = nn.ModuleList(Linear(inputs[d], outputs[d]) for d in degrees)
@@ -173,14 +184,19 @@ class TensorProduct(nn.Module):
         """(nodes, columns, inputs) with a kernel to (nodes, hidden + 1, columns * group)."""
         nodes, columns, width = features.shape
         hidden, group = kernel.shape[1:]
-        product = (features.reshape(-1, width) @ kernel.reshape(width, -1)).view(nodes, columns, hidden, group)
+        product = (features.reshape(-1, width) @ kernel.reshape(width, -1)).view(
+            nodes, columns, hidden, group
+        )
         return product.transpose(1, 2).reshape(nodes, hidden, columns * group)
 
-    def messages(self, scalars: Tensor, vectors: Tensor, edge: Tensor, geometry: Geometry) -> list[Tensor]:
-        """Per pair the radial matrix applied to the summed features of both ends, before any direction enters.
+    def messages(
+        self, scalars: Tensor, vectors: Tensor, edge: Tensor, geometry: Geometry
+    ) -> list[Tensor]:
+        """Per pair the radial matrix times the summed features of both ends, without direction.
 
         Returns:
-            For each pair (nodes, k, variants, group) or (nodes, k, variants, 3, group) for input degree 1.
+            For each pair (nodes, k, variants, group) or (nodes, k, variants, 3, group) for input
+            degree 1.
         """
         nodes, variants = scalars.shape[:2]
         k = geometry.neighbors.shape[1]
@@ -223,4 +239,6 @@ class TensorProduct(nn.Module):
         if not self.outputs[1]:
             return degree_zero, None
         straight = values[0, 1].unsqueeze(-2) * unit
-        return degree_zero, torch.cat([straight, rotate_degree_one(values[1, 1], unit, constants)], dim=-1)
+        return degree_zero, torch.cat(
+            [straight, rotate_degree_one(values[1, 1], unit, constants)], dim=-1
+        )

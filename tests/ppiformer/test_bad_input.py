@@ -16,7 +16,7 @@ from datamodules.interfaces.skempi import ddg_from_affinities, read_labels, read
 from datamodules.interfaces.splits import choose, cluster_folds, read_folds
 from datamodules.interfaces.structure import parse_pdb, parse_structure, read_structure
 from lightning_modules import DDGPPIformer, PPIformer
-from lightning_modules.ppiformer import InterfaceNetwork, SE3Encoder, Scoring
+from lightning_modules.ppiformer import InterfaceNetwork, Scoring, SE3Encoder
 from lightning_modules.ppiformer.checkpoint import load_weights, read_weights
 from lightning_modules.ppiformer.geometry import nearest_neighbors
 from lightning_modules.ppiformer.losses import ddg_loss
@@ -24,7 +24,10 @@ from lightning_modules.ppiformer.masking import mask_residues
 from lightning_modules.ppiformer.residues import class_weights
 from lightning_modules.ppiformer.search import beam_search
 
-LINE = "ATOM      2  CA  SER {chain} {number:3d}     {x:7.3f}  10.000   0.000  1.00  0.00           C\n"
+LINE = (
+    "ATOM      2  CA  SER {chain} {number:3d}     {x:7.3f}  10.000   0.000"
+    "  1.00  0.00           C\n"
+)
 
 
 def pdb(*rows):
@@ -65,7 +68,10 @@ TWO = (("A", 1, 0.0), ("A", 2, 4.0), ("B", 1, 2.0))
         (lambda: class_weights("rare"), "'rare'"),
         (lambda: class_weights([1.0] * 19), "20 positive numbers"),
         (lambda: ddg_loss(torch.zeros(1), torch.zeros(1), "mape"), "mse, l1"),
-        (lambda: mask_residues(torch.zeros(2).long(), torch.zeros(2), [0, 2], [(0,)], 0.0), r"\(0,"),
+        (
+            lambda: mask_residues(torch.zeros(2).long(), torch.zeros(2), [0, 2], [(0,)], 0.0),
+            r"\(0,",
+        ),
         (lambda: beam_search(len, [], 2), "candidates is empty"),
         (lambda: SE3Encoder(depth=0), "depth must be positive, got 0"),
         (lambda: InterfaceNetwork(read_out="x"), "read_out must be one of masked_marginals"),

@@ -38,10 +38,21 @@ def barnase(request):
 
 
 def mmcif(structure):
-    keys = (
-        "group_PDB auth_atom_id label_alt_id auth_comp_id auth_asym_id auth_seq_id "
-        "pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy type_symbol pdbx_PDB_model_num"
-    ).split()
+    keys = [
+        "group_PDB",
+        "auth_atom_id",
+        "label_alt_id",
+        "auth_comp_id",
+        "auth_asym_id",
+        "auth_seq_id",
+        "pdbx_PDB_ins_code",
+        "Cartn_x",
+        "Cartn_y",
+        "Cartn_z",
+        "occupancy",
+        "type_symbol",
+        "pdbx_PDB_model_num",
+    ]
     from datamodules.interfaces.structure import THREE_LETTER
 
     lines = ["data_x", "_exptl.method 'X-RAY DIFFRACTION'", "_refine.ls_d_res_high 2.0", "loop_"]
@@ -320,8 +331,9 @@ def test_repeats_stay_and_duplicates_go(reference):
 def test_cluster_folds_do_not_leak():
     random = np.random.default_rng(0)
     centres = random.normal(size=(12, 20))
-    points = np.concatenate([c + 0.001 * random.normal(size=(n % 4 + 1, 20)) for n, c in
-                             enumerate(centres)])
+    points = np.concatenate(
+        [c + 0.001 * random.normal(size=(n % 4 + 1, 20)) for n, c in enumerate(centres)]
+    )
     names = [f"i{n}" for n in range(len(points))]
     folds = cluster_folds(names, points, 0.04, {"0": 0.5, "1": 0.3, "test": 0.2})
     assert sorted(m for fold in folds.values() for m in fold) == sorted(names)

@@ -63,7 +63,7 @@ def test_masking_statistics(reference):
     types = torch.randint(20, (len(chain),), generator=torch.Generator().manual_seed(0))
     original = one_hot(types)
     draws, zeroed, equal, masked = 2000, 0, 0, 0
-    counts = {name: 0 for name in expected["masked_counts"]}
+    counts = dict.fromkeys(expected["masked_counts"], 0)
     for draw in range(draws):
         m = mask_residues(types, chain, [0, len(chain)], [("test", draw)])
         chosen = torch.unique(chain[m.masked])
