@@ -95,7 +95,10 @@ class PrivacyBudget(Callback):
         if step % every and step != steps and not (trainer.is_last_batch or trainer.should_stop):
             return
         spent = self._source(trainer).privacy_spent()
-        pl_module.log("privacy/epsilon", spent.epsilon, on_step=True, on_epoch=False, batch_size=1)
+        pl_module.log("privacy/epsilon", spent.epsilon, logger=False, batch_size=1)
+        # straight to the loggers: Trainer.log_every_n_steps would drop most of the few points
+        for logger in trainer.loggers:
+            logger.log_metrics({"privacy/epsilon": spent.epsilon}, step=step - 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the run cost."""

@@ -89,6 +89,7 @@ class PrivateGradients(Callback):
             ``tree``; see ``lightning_modules.components.privacy.STRATEGIES``.
         sampling: how the datamodule draws batches; must agree with it.
         tail: bounds of the Poisson accountant, see ``PoissonAccountant``.
+        delta1: part of delta that the Poisson accountant spends on them; default half.
         clipping: see above.
         loss_reduction: of ``training_step`` over the local batch, for ``ghost``; a wrong value
             changes at which size gradients are clipped, never the bound on a contribution.
@@ -110,6 +111,7 @@ class PrivateGradients(Callback):
         strategy: Strategy | str | None = None,
         sampling: Sampling = "poisson",
         tail: Tail = "paper",
+        delta1: float | None = None,
         clipping: Literal["auto", "ghost", "vmap"] = "auto",
         loss_reduction: Literal["mean", "sum"] = "mean",
         chunk_size: int | None = None,
@@ -136,6 +138,8 @@ class PrivateGradients(Callback):
             )
         if delta is not None and not 0.0 < delta < 1.0:
             raise ValueError(f"delta must be in (0, 1), got {delta}")
+        if delta1 is not None and not 0.0 < delta1 < (delta or 1.0):
+            raise ValueError(f"delta1 must be in (0, delta={delta}), got {delta1}")
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
         for name, value, allowed in (
@@ -158,6 +162,7 @@ class PrivateGradients(Callback):
         self.strategy = _strategy(strategy)
         self.sampling = sampling
         self.tail = tail
+        self.delta1 = delta1
         self.clipping = clipping
         self.loss_reduction = loss_reduction
         self.chunk_size = chunk_size
@@ -278,6 +283,7 @@ class PrivateGradients(Callback):
             "clip_norm": self.clip_norm,
             "sampling": self.sampling,
             "tail": self.tail,
+            "delta1": self.delta1,
             "strategy": self.strategy.describe(),
             "groups": bands,
             "size": sum(p.numel() for p in self._parameters.values()),
@@ -307,7 +313,7 @@ class PrivateGradients(Callback):
     def _account(self, plan: dict[str, Any], sigma: float, step: float) -> Accountant:
         n, delta, p = plan["n"], plan["delta"], plan["expected"] / plan["examples"]
         if self.sampling == "poisson":
-            return poisson(self.strategy, n, p, sigma, delta, tail=self.tail, step=step)
+            return poisson(self.strategy, n, p, sigma, delta, self.delta1, self.tail, step)
         if self.sampling == "cyclic_poisson":
             return CyclicPoissonAccountant(self.strategy, n, p, sigma, delta, plan["groups"], step)
         return GaussianAccountant(self.strategy, n, self._participation(plan), sigma, delta)

@@ -3,6 +3,7 @@
 from lightning_modules.components.privacy import (
     AmplifiedGuarantee,
     PoissonAccountant,
+    best_split,
     conditional_probabilities,
     mmcc,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "Compared",
     "DPClassifier",
     "PoissonAccountant",
+    "best_split",
     "compare_mechanisms",
     "conditional_probabilities",
     "format_table",

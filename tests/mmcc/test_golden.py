@@ -12,6 +12,8 @@ from lightning_modules.components.privacy import (
     Participation,
     PoissonAccountant,
     SquareRoot,
+    bernoulli_sum,
+    best_split,
     conditional_probabilities,
     discretise,
     gaussian_delta,
@@ -227,3 +229,31 @@ def test_samplers_are_not_interchangeable() -> None:
     poisson_all = mmcc(strategy.coefficients(100), 100, 1.0, 5.0, 1e-5).epsilon
     ten_times = GaussianAccountant(strategy, 100, Participation(10, 10), 5.0, 1e-5).epsilon()
     assert poisson_all > ten_times
+
+
+def test_the_split_of_delta_can_be_chosen() -> None:
+    column = unit_square_root(4)
+    common = (column, 300, 0.05, 8.0, 1e-5)
+    chosen = best_split(*common)
+    best = mmcc(*common, chosen, step=1e-3).epsilon
+    assert 0 < chosen < 1e-5
+    for share in (0.01, 0.1, 0.5):
+        assert best <= mmcc(*common, share * 1e-5, step=1e-3).epsilon + 1e-12
+
+
+def test_rounded_row_sums_dominate_the_exact_ones() -> None:
+    generator = np.random.default_rng(0)
+    values, chances = generator.uniform(0.05, 1.0, 12), generator.uniform(0.05, 0.6, 12)
+    points, mass, lost = bernoulli_sum(values, chances, exact_terms=12)
+    coarse, weights, cut = bernoulli_sum(values, chances, exact_terms=0, step=2e-3)
+    assert weights.sum() + cut == pytest.approx(1.0, abs=1e-14)
+    assert mass.sum() + lost == pytest.approx(1.0, abs=1e-14)
+    assert coarse.size < 600 < points.size
+    for s in np.linspace(0.0, values.sum(), 200):
+        exact, rounded = mass[points > s].sum() + lost, weights[coarse > s].sum() + cut
+        assert rounded >= exact - 1e-14
+    assert weights @ coarse == pytest.approx(mass @ points, rel=0.015)
+    # far tails are moved to infinity, never dropped
+    far = bernoulli_sum(np.ones(40), np.full(40, 1e-3), exact_terms=0)
+    assert 0.0 < far[2] < 1e-19
+    assert far[1].sum() + far[2] == pytest.approx(1.0, abs=1e-14)

@@ -389,6 +389,29 @@ def test_strategies_by_name_and_adam_as_post_processing() -> None:
         assert private.privacy_spent().step == 10
 
 
+def test_mixed_precision_clips_in_float32() -> None:
+    net = Plain()
+    watch = Watch()
+    trainer = fit(net, fixed(SquareRoot(3)), callbacks=[watch], precision="bf16-mixed")
+    assert trainer.global_step == 10
+    assert all(g.dtype == torch.float32 and torch.isfinite(g).all() for g in watch.gradients)
+    exact = Plain()
+    fit(exact, fixed(SquareRoot(3)))
+    torch.testing.assert_close(vector(net), vector(exact), atol=0.02, rtol=0)
+
+
+def test_loggers_get_every_point_of_the_budget(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(Plain(), fixed(), callbacks=[PrivacyBudget(points=5)], logger=logger, log_every_n_steps=50)
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("privacy/epsilon")
+    values = [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
+    assert len(values) == 6  # every second of ten steps, and the end of the first epoch
+    assert values == sorted(values)
+
+
 class Sharded(WithLosses):
     """Split over ranks by FSDP2 if the strategy has a mesh."""
 

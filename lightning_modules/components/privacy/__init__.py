@@ -16,6 +16,7 @@ from lightning_modules.components.privacy.accountants import (
 from lightning_modules.components.privacy.amplification import (
     AmplifiedGuarantee,
     PoissonAccountant,
+    best_split,
     conditional_probabilities,
     mmcc,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "Strategy",
     "WhiteNoise",
     "bernoulli_sum",
+    "best_split",
     "calibrate",
     "calibrate_gaussian",
     "clipped_sum",

@@ -223,7 +223,7 @@ class PoissonAccountant:
         tail: Tail = "paper",
         method: tails.Method = "auto",
         step: float = 1e-4,
-        law_step: float = 3e-3,
+        law_step: float = 1e-3,
     ) -> None:
         started = time.perf_counter()
         check_parameters(n, p, sigma, delta, delta1)
@@ -367,7 +367,7 @@ def mmcc(
     tail: Tail = "paper",
     method: tails.Method = "auto",
     step: float = 1e-4,
-    law_step: float = 3e-3,
+    law_step: float = 1e-3,
 ) -> AmplifiedGuarantee:
     """(epsilon, delta) guarantee of a matrix mechanism under Poisson sampling.
 
@@ -376,3 +376,29 @@ def mmcc(
     return PoissonAccountant(
         strategy, n, p, sigma, delta, delta1, tail=tail, method=method, step=step, law_step=law_step
     ).guarantee()
+
+
+def best_split(
+    strategy: ArrayLike,
+    n: int,
+    p: float,
+    sigma: float,
+    delta: float,
+    shares: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 0.5, 0.7),
+    *,
+    tail: Tail = "paper",
+    step: float = 1e-3,
+) -> float:
+    """``delta1`` of the least epsilon among ``shares * delta``.
+
+    Every split is a valid guarantee; the choice depends on public quantities alone, so it costs
+    nothing.
+    """
+    check_parameters(n, p, sigma, delta, None)
+    found = {
+        share * delta: PoissonAccountant(
+            strategy, n, p, sigma, delta, share * delta, tail=tail, step=step
+        ).epsilon()
+        for share in shares
+    }
+    return min(found, key=lambda delta1: found[delta1])

@@ -300,7 +300,8 @@ def _weighted_sum(use: _Use, role: str, weights: Tensor, keep: Tensor | None) ->
     if role == "bias":
         return torch.mv(select(_bias_gradients(use)).T, weights)
     if role in use.kept:
-        return torch.tensordot(weights, select(use.kept[role]), dims=1)
+        known: Tensor = torch.tensordot(weights, select(use.kept[role]), dims=1)
+        return known
     assert isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
     if isinstance(layer, nn.Linear):
         a, g = _rows(use)
@@ -309,7 +310,9 @@ def _weighted_sum(use: _Use, role: str, weights: Tensor, keep: Tensor | None) ->
     assert use.upstream is not None
     inputs, upstream = select(use.inputs.float()), select(use.upstream.float())
     upstream = upstream * weights.view(-1, *[1] * (upstream.dim() - 1))
-    backward = conv1d_weight if isinstance(layer, nn.Conv1d) else conv2d_weight
+    backward: Callable[..., Tensor] = (
+        conv1d_weight if isinstance(layer, nn.Conv1d) else conv2d_weight
+    )
     return backward(
         inputs,
         layer.weight.shape,

@@ -5,7 +5,6 @@ The example is in P ("remove" compares P with Q, "add" compares Q with P).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -210,7 +209,12 @@ def _hermite(
 
 
 def bernoulli_sum(
-    values: ArrayLike, probabilities: ArrayLike, *, exact_terms: int = 10, step: float = 1e-2
+    values: ArrayLike,
+    probabilities: ArrayLike,
+    *,
+    exact_terms: int = 10,
+    step: float = 1e-3,
+    relative: float = 1e-2,
 ) -> tuple[Array, Array, float]:
     """Law of ``sum_j values_j Bern(probabilities_j)`` with the values rounded up if need be.
 
@@ -218,7 +222,8 @@ def bernoulli_sum(
         values: >= 0, shape (m,).
         probabilities: in [0, 1], shape (m,).
         exact_terms: up to so many non-zero terms the support is enumerated.
-        step: beyond that, values are rounded up to multiples of ``step * max(values)``.
+        step: beyond that, values are rounded up to multiples of ``step * max(values)``,
+        relative: and the sum is rounded up once more by at most this part of itself.
 
     Returns:
         Support (increasing), weights, and the weight of the far upper tail (at most 1e-20) that
@@ -241,19 +246,40 @@ def bernoulli_sum(
         np.add.at(merged, place, mass)
         mass = merged
     else:
-        unit = step * float(v.max())
-        shifts: Sequence[int] = np.ceil(v / unit - 1e-12).astype(int).tolist()
-        mass = np.zeros(sum(shifts) + 1)
-        mass[0], reach = 1.0, 0
-        for shift, prob in zip(shifts, q, strict=True):
-            moved = mass[: reach + 1] * prob
-            mass[: reach + 1] *= 1 - prob
-            mass[shift : shift + reach + 1] += moved
-            reach += shift
-        points = np.asarray(unit * np.arange(mass.size), dtype=np.float64)
-    above = np.cumsum(mass[::-1])[::-1]
-    cut = int(np.searchsorted(-above, -TAIL, side="left"))
-    cut = max(cut, 1)
-    lost = float(above[cut]) if cut < above.size else 0.0
+        points, mass, lost = _grid_law(v, q, step * float(v.max()), relative)
+        return points, mass, lost
+    cut, lost = _upper_tail(mass, TAIL)
     points, mass = points[:cut], mass[:cut]
     return points[mass > 0], mass[mass > 0], lost
+
+
+def _upper_tail(mass: Array, allowed: float) -> tuple[int, float]:
+    """How many entries to keep so that at most ``allowed`` is cut off, and what is."""
+    above = np.cumsum(mass[::-1])[::-1]
+    cut = max(1, int(np.searchsorted(-above, -allowed, side="left")))
+    return cut, float(above[cut]) if cut < above.size else 0.0
+
+
+def _grid_law(v: Array, q: Array, unit: float, relative: float) -> tuple[Array, Array, float]:
+    """Law of the sum on multiples of ``unit``, its support then thinned out upwards."""
+    shifts = np.ceil(v / unit - 1e-12).astype(int)
+    order = np.argsort(shifts)
+    mass, lost = np.ones(1), 0.0
+    for done, k in enumerate(order):
+        shift, prob = int(shifts[k]), float(q[k])
+        longer = np.zeros(mass.size + shift)
+        longer[: mass.size] = mass * (1 - prob)
+        longer[shift:] += mass * prob
+        mass = longer
+        if done % 8 == 7 or done == order.size - 1:
+            # what is cut off now could only have grown: all of it counts as infinite
+            cut, tail = _upper_tail(mass, TAIL / v.size)
+            mass, lost = mass[:cut], lost + tail
+    ends = [0]
+    while ends[-1] < mass.size - 1:
+        ends.append(min(mass.size - 1, ends[-1] + max(1, int(ends[-1] * relative))))
+    index = np.array(ends)
+    thin = np.zeros(index.size)
+    np.add.at(thin, np.searchsorted(index, np.arange(mass.size)), mass)
+    keep = thin > 0
+    return np.asarray(unit * index[keep], dtype=np.float64), thin[keep], lost
