@@ -382,7 +382,10 @@ class SamplesImages(PaperModule):
         if labels:
             arrays["arr_1"] = torch.cat(labels).numpy()
         np.savez(folder / "samples.npz", **arrays)  # type: ignore[arg-type]
-        matplotlib.image.imsave(folder / "samples.png", image_grid(images[:256]).numpy())
+        # Tiny images are enlarged, so that the grid can be looked at.
+        enlarge = max(1, 32 // images.shape[1])
+        shown = images[:256].repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
+        matplotlib.image.imsave(folder / "samples.png", image_grid(shown).numpy())
         return [folder / "samples.npz", folder / "samples.png"]
 
     def figures(self) -> "dict[str, Figure]":
