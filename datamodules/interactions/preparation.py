@@ -151,7 +151,8 @@ def leave_one_out(data: Interactions, by: str = "time", ties: str = "row", seed:
         names = ", ".join(str(name) for name in short[:5]) + (", ..." if len(short) > 5 else "")
         raise ValueError(
             f"{len(short)} user(s) have fewer than 3 interactions, one each for training, "
-            f"validation and test: {names}; set min_interactions to at least 3"
+            f"validation and test: {names}; set min_interactions to at least 3 "
+            "(with max_items, user_items)"
         )
     row = np.arange(len(data.client))
     scrambled = hash_words(seed, row)

@@ -114,6 +114,7 @@ def train_block(
         The clients' state after the round; see `BlockResult`.
     """
     personal, common = personal.clone(), common.clone()
+    scratch = torch.empty_like(common), torch.empty_like(common)
     clients = len(vector)
     running_loss, running_rows = vector.new_zeros(clients), vector.new_zeros(clients)
     previous = vector.new_zeros(clients)
@@ -132,7 +133,16 @@ def train_block(
             active = alive & (size > 0)
             step = step_sizes[steps] * active
             loss, vector, bias = _step(
-                personal, common, vector, bias, weight, positive, block.mask, step, settings
+                personal,
+                common,
+                vector,
+                bias,
+                weight,
+                positive,
+                block.mask,
+                step,
+                scratch,
+                settings,
             )
             if settings.objective.proximal and settings.objective.mu:
                 amount = step * settings.lr_common * settings.objective.mu
@@ -178,6 +188,7 @@ def _step(
     positive: Tensor,
     mask: Tensor,
     step: Tensor,
+    scratch: tuple[Tensor, Tensor],
     settings: LocalTraining,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One SGD step of every client; changes the two tables in place.
@@ -200,7 +211,7 @@ def _step(
         new_bias = bias - network[:, 0] * (grads.bias + settings.decay_network * bias)
         return grads.loss, new_vector, new_bias
     return _closed_form_step(
-        personal, common, vector, bias, weight, positive, mask, step, network, settings
+        personal, common, vector, bias, weight, positive, mask, step, network, scratch, settings
     )
 
 
@@ -214,11 +225,15 @@ def _closed_form_step(
     mask: Tensor,
     step: Tensor,
     network: Tensor,
+    scratch: tuple[Tensor, Tensor],
     settings: LocalTraining,
 ) -> tuple[Tensor, Tensor, Tensor]:
     objective, width = settings.objective, vector.shape[1]
     size = weight.sum(1, keepdim=True).clamp_min(1.0)
-    view = personal + common if settings.trains_personal else common
+    both = settings.trains_personal and settings.trains_common
+    # Fresh memory costs more than the arithmetic on it: large results go into two scratch tables.
+    first, second = scratch
+    view = common if not settings.trains_personal else torch.add(personal, common, out=first)
     logits = torch.bmm(view, vector[..., None])[..., 0] + bias[:, None]
     loss = cross_entropy(logits, weight, positive, objective.saturating).sum(1) / size[:, 0]
     slope = cross_entropy_slope(logits, weight, positive, objective.saturating) / size
@@ -227,12 +242,16 @@ def _closed_form_step(
     scale = rows / (count * (width if objective.reduction == "mean" else 1))
 
     apart = None
-    if objective.independence and settings.trains_personal and settings.trains_common:
-        apart = torch.sub(personal, common, out=view)
-        loss = loss - objective.independence * torch.bmm(scale[:, None], apart.square()).sum((1, 2))
+    if objective.independence and both:
+        apart = torch.sub(personal, common, out=first)
+        squares = torch.mul(apart, apart, out=second)
+        loss = loss - objective.independence * torch.bmm(scale[:, None], squares).sum((1, 2))
     if objective.mu and settings.trains_common:
-        size_of = common.abs() if objective.regulariser == "l1" else common.square()
-        loss = loss + objective.mu * torch.bmm(scale[:, None], size_of).sum((1, 2))
+        if objective.regulariser == "l1":
+            magnitude = torch.abs(common, out=second)
+        else:
+            magnitude = torch.mul(common, common, out=second)
+        loss = loss + objective.mu * torch.bmm(scale[:, None], magnitude).sum((1, 2))
 
     if settings.trains_common:
         rate = step * settings.lr_common
@@ -241,16 +260,22 @@ def _closed_form_step(
         if objective.mu and objective.regulariser == "l2":
             keep = keep - 2 * objective.mu * rate[:, None] * scale
         elif objective.mu and not objective.proximal:
-            sign = torch.sign(common)
+            sign = torch.sign(common, out=second).mul_(objective.mu)
+        push = None
+        if apart is not None and sign is not None:
+            push = sign.add_(apart, alpha=2 * objective.independence)
+        elif apart is not None:
+            push = torch.mul(apart, 2 * objective.independence, out=second)
+        elif sign is not None:
+            push = sign
         common.mul_(keep[..., None])
-        if sign is not None:
-            common.addcmul_(sign, (-objective.mu * rate[:, None] * scale)[..., None])
-        if apart is not None:
-            common.addcmul_(apart, (-2 * objective.independence * rate[:, None] * scale)[..., None])
+        if push is not None:
+            common.addcmul_(push, (-rate[:, None] * scale)[..., None])
         common.baddbmm_((-rate[:, None] * slope)[..., None], vector[:, None])
     if settings.trains_personal:
         rate = step * settings.lr_personal
-        personal.mul_((1 - rate * settings.decay_personal)[:, None, None])
+        if settings.decay_personal:
+            personal.mul_((1 - rate * settings.decay_personal)[:, None, None])
         if apart is not None:
             personal.addcmul_(
                 apart, (2 * objective.independence * rate[:, None] * scale)[..., None]

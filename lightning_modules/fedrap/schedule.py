@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,8 @@ class Samples:
 class Order:
     """Where every sample is fed: ``epoch``, ``slot`` (batch of the epoch) and ``sample`` index.
 
-    ``epoch`` is ``None`` if the same batches are fed in every epoch. All ``(entries,)`` int64.
+    All ``(entries,)`` int64. ``epoch`` is ``None`` if the same batches are fed in every epoch; of a
+    client with a single batch the entries of epoch 0 are enough, they are repeated.
     """
 
     epoch: Tensor | None
@@ -81,16 +83,19 @@ def shuffled_order(
     every = torch.arange(len(client), device=client.device)
     if not len(client) or int(counts.max()) <= batch_size:
         return Order(None, torch.zeros_like(client), every)
+    large = (counts > batch_size)[client]
+    small = every[~large]
+    epoch_ids, slots, samples = [torch.zeros_like(small)], [torch.zeros_like(small)], [small]
+    every, client = every[large], client[large]
     starts = torch.cumsum(counts, 0) - counts
     within = every - starts[client]
-    epoch_ids, slots, samples = [], [], []
     for epoch in range(epochs):
         key = hash_words(seed, round_index, epoch, identity[client], within)
-        by_key = torch.argsort(key)
-        order = by_key[torch.argsort(client[by_key], stable=True)]
+        # By client, then by 40 bits of the hash.
+        order = torch.argsort((client << 40) | (key >> 23), stable=True)
         epoch_ids.append(torch.full_like(client, epoch))
         slots.append(within // batch_size)
-        samples.append(order)
+        samples.append(every[order])
     return Order(torch.cat(epoch_ids), torch.cat(slots), torch.cat(samples))
 
 
@@ -110,7 +115,7 @@ class Block:
         item: Tensor,
         mask: Tensor,
         slots_per_epoch: int,
-        entries: list[tuple[Tensor, Tensor, Tensor]],
+        entries: list[tuple[Tensor, Tensor]],
         repeats: bool,
     ) -> None:
         self.client, self.item, self.mask = client, item, mask
@@ -127,10 +132,12 @@ class Block:
         first = 0 if self._repeats else epoch * self.slots_per_epoch
         built = []
         for slot in range(first, min(first + self.slots_per_epoch, len(self._entries))):
-            where, weight, positive = self._entries[slot]
+            where, label = self._entries[slot]
+            label = label.to(dtype)
             flat = torch.zeros((2, self.item.numel()), dtype=dtype, device=self.item.device)
-            flat[0, where] = weight.to(dtype)
-            flat[1, where] = positive.to(dtype)
+            # Repeats of a row add up to its weight.
+            flat[0].index_add_(0, where, torch.ones_like(label))
+            flat[1].index_add_(0, where, label)
             pair = (flat[0].view(self.item.shape), flat[1].view(self.item.shape))
             if self._repeats:
                 built.append(pair)
@@ -174,22 +181,11 @@ def build_blocks(
     starts = torch.cumsum(counts, 0) - counts
     row_place = torch.arange(len(row_key), device=device) - starts[row_client]
 
-    # Entries: one per (epoch, slot, row), with its multiplicity and its number of positives.
     slots_of_client = torch.zeros(clients, dtype=torch.int64, device=device)
     entry_client = samples.client[order.sample]
     slots_of_client.scatter_reduce_(0, entry_client, order.slot + 1, "amax")
-    epoch = torch.zeros_like(order.slot) if order.epoch is None else order.epoch
-    time = epoch * (int(order.slot.max()) + 1) + order.slot
-    entry_key, entry = torch.unique(
-        time * len(row_key) + row_of_sample[order.sample], return_inverse=True
-    )
-    label = samples.label[order.sample].to(torch.float64)
-    weight = torch.bincount(entry, minlength=len(entry_key)).to(torch.float64)
-    positive = torch.zeros_like(weight).index_add_(0, entry, label)
-    entry_row = entry_key % len(row_key)
-    entry_time = entry_key // len(row_key)
-    entry_slot = entry_time % (int(order.slot.max()) + 1)
-    entry_epoch = entry_time // (int(order.slot.max()) + 1)
+    entry_row = row_of_sample[order.sample]
+    label = samples.label[order.sample]
     epochs = 1 if order.epoch is None else int(order.epoch.max()) + 1
 
     # Many batches first, then by size: neighbours in a block have the same shape.
@@ -204,7 +200,7 @@ def build_blocks(
         block_of_client[present[first:last]] = number
         place_of_client[present[first:last]] = torch.arange(last - first, device=device)
     rows_by_block = _group(block_of_client[row_client], len(edges))
-    entries_by_block = _group(block_of_client[row_client[entry_row]], len(edges))
+    entries_by_block = _group(block_of_client[entry_client], len(edges))
     for number, (first, last) in enumerate(edges):
         members = present[first:last]
         length = int(counts[members].max())
@@ -217,16 +213,15 @@ def build_blocks(
         depth = int(slots_of_client[members].max())
         repeats = order.epoch is None or depth == 1
         own = entries_by_block[number]
-        flat = place_of_client[row_client[entry_row[own]]] * length + row_place[entry_row[own]]
-        if repeats:
-            keep = entry_epoch[own] == 0
-            own, flat = own[keep], flat[keep]
-            when, moments = entry_slot[own], depth
-        else:
-            when, moments = entry_epoch[own] * depth + entry_slot[own], epochs * depth
-        entries = [
-            (flat[part], weight[own][part], positive[own][part]) for part in _group(when, moments)
-        ]
+        if repeats and order.epoch is not None:
+            own = own[order.epoch[own] == 0]
+        row = entry_row[own]
+        flat = place_of_client[entry_client[own]] * length + row_place[row]
+        when, moments = order.slot[own], depth
+        if not repeats and order.epoch is not None:
+            when, moments = order.epoch[own] * depth + when, epochs * depth
+        truth = label[own]
+        entries = [(flat[part], truth[part]) for part in _group(when, moments)]
         blocks.append(Block(members, item, mask, depth, entries, repeats))
     return blocks
 
@@ -235,9 +230,14 @@ def _group(number: Tensor, groups: int) -> list[Tensor]:
     """Indices of every group, in their present order."""
     if groups == 1:
         return [torch.arange(len(number), device=number.device)]
-    order = torch.argsort(number, stable=True)
+    if number.device.type == "cpu" and groups < 1 << 15:
+        # A radix sort, which numpy has for short integers.
+        short = number.to(torch.int16).numpy()
+        order = torch.from_numpy(np.argsort(short, kind="stable"))
+    else:
+        order = torch.argsort(number, stable=True)
     sizes = torch.bincount(number, minlength=groups)
-    return list(torch.split(order, sizes.tolist()))
+    return list(torch.split(order, sizes.tolist()))  # type: ignore[no-untyped-call]
 
 
 def _edges(rows: list[int], slots: list[int], block_rows: int) -> list[tuple[int, int]]:

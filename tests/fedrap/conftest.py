@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 
 from lightning_modules.fedrap.federation import Federation
@@ -154,3 +155,29 @@ def loop() -> Any:
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def fit_model(model: Any, data: Any, epochs: int = 2, callbacks: Any = (), **options: Any) -> Any:
+    """Train on the CPU without files; gives the trainer."""
+    path = options.pop("ckpt_path", None)
+    trainer = Trainer(
+        **{
+            "max_epochs": epochs,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "callbacks": list(callbacks),
+            **options,
+        }
+    )
+    trainer.fit(model, data, ckpt_path=path)
+    return trainer
+
+
+@pytest.fixture
+def fit() -> Any:
+    seed_everything(0, verbose=False)
+    return fit_model

@@ -47,7 +47,7 @@ def federate(common, settings=None, personal=None, **options):
 
 def uploads(federation, training):
     """Every client's copy of C after its round, as a whole table."""
-    samples, order = draw_samples()
+    samples, _ = draw_samples()
     copies = []
     for i in range(CLIENTS):
         mine = samples.client == i

@@ -127,18 +127,18 @@ def random_round(seed, clients=7, items=40, width=3, batch_size=9, epochs=4, rep
 
 
 CASES = [
-    dict(),
-    dict(tolerance=0.05),
-    dict(decay_common=0.0, decay_personal=0.0, decay_network=0.0),
-    dict(step_decay=1.0, decay_personal=0.02, lr_personal=3.0),
-    dict(objective=Objective(0.3, 0.2, "l2")),
-    dict(objective=Objective(0.3, 0.2, "none")),
-    dict(objective=Objective(0.3, 0.2, "nuc"), tolerance=0.05),
-    dict(objective=Objective(0.3, 0.2, "inf")),
-    dict(objective=Objective(0.01, 0.02, "l1", scope="table")),
-    dict(objective=Objective(1e-3, 2e-3, "l2", scope="table", reduction="sum")),
-    dict(objective=Objective(1e-3, 2e-3, "l1", reduction="sum", saturating=True)),
-    dict(lr_common=50.0, lr_personal=50.0, objective=Objective(0.0, 0.0, saturating=True)),
+    {},
+    {"tolerance": 0.05},
+    {"decay_common": 0.0, "decay_personal": 0.0, "decay_network": 0.0},
+    {"step_decay": 1.0, "decay_personal": 0.02, "lr_personal": 3.0},
+    {"objective": Objective(0.3, 0.2, "l2")},
+    {"objective": Objective(0.3, 0.2, "none")},
+    {"objective": Objective(0.3, 0.2, "nuc"), "tolerance": 0.05},
+    {"objective": Objective(0.3, 0.2, "inf")},
+    {"objective": Objective(0.01, 0.02, "l1", scope="table")},
+    {"objective": Objective(1e-3, 2e-3, "l2", scope="table", reduction="sum")},
+    {"objective": Objective(1e-3, 2e-3, "l1", reduction="sum", saturating=True)},
+    {"lr_common": 50.0, "lr_personal": 50.0, "objective": Objective(0.0, 0.0, saturating=True)},
 ]
 
 
