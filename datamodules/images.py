@@ -261,7 +261,7 @@ class Images(SuiteDataModule):
 
     # ------------------------------------------------------------------ sets
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage: str | None = None) -> None:
         """Read, check, split and scale; the same on every rank."""
         if self.train_set is not None:
             return

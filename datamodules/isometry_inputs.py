@@ -86,7 +86,7 @@ class IsometryInputs(SuiteDataModule):
         self.n_features = width
         self.sample_shape = (width,)
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage: str | None = None) -> None:
         """Draw the matrices; pure in the seed, so the same on every rank."""
         self.train_set, self.val_set, self.test_set = (
             self._draw(part) for part in ("train", "val", "test")

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from callbacks import SignalPropagation
@@ -340,3 +341,32 @@ def test_refused_settings(tmp_path):
     module.automatic_optimization = False
     with pytest.raises(ValueError, match=r"give it a method probe_loss\(batch\)"):
         trainer(tmp_path, SignalPropagation()).fit(module, data)
+
+
+class Recording(CSVLogger):
+    """A logger that takes tables, as that of W&B does."""
+
+    def __init__(self, folder) -> None:
+        super().__init__(folder, name="", version="")
+        self.tables: list[tuple[str, list[str], list[list[float]]]] = []
+
+    def log_table(self, key, columns, data) -> None:
+        self.tables.append((key, columns, data))
+
+
+def test_loggers_get_scalars_of_every_layer_and_a_table_per_measurement(tmp_path):
+    logger = Recording(tmp_path)
+    watcher = SignalPropagation(**MODULE_ROLES, every_n_epochs=0)
+    module = BNGrad(depth=3, width=16)
+    trainer(tmp_path, watcher, max_epochs=1, logger=logger).fit(module, Images(batch_size=128))
+    ((key, columns, data),) = logger.tables
+    assert key == "signal_propagation"
+    assert columns == watcher.columns
+    assert len(data) == 4
+    with (tmp_path / "metrics.csv").open() as file:
+        row = next(r for r in csv.DictReader(file) if r["gap/fc/layer_001"])
+    assert float(row["gap/fc/layer_001"]) == pytest.approx(watcher.rows[1]["fc_gap"])
+    log_norm = math.log(watcher.rows[2]["grad_norm"])
+    assert float(row["grad_log_norm/layer_002"]) == pytest.approx(log_norm)
+    assert float(row["gap/norm/layer_000"]) == math.inf  # the norm subtracts the batch mean
+    assert "gap/norm/layer_003" not in row  # the output has no norm
