@@ -70,7 +70,7 @@ def time_shift(diffusion: GaussianDiffusion, window: int) -> Callable[[int, Tens
     """
     if window < 0:
         raise ValueError(f"window must be at least 0, got {window}")
-    noise = diffusion.training_noise
+    noise = 1 - diffusion.training_signal
 
     def choose(index: int, x: Tensor) -> Tensor:
         planned = int(diffusion.timestep_map[index])

@@ -56,13 +56,15 @@ def gaussian_trace(
         raise ValueError(f"kind must be 'ancestral' or 'ddim', got {kind!r}")
     if kind == "ancestral" and diffusion.variance == "learned_range":
         raise ValueError("the closed form needs variance 'fixed_small' or 'fixed_large'")
-    table = {name: values.numpy() for name, values in diffusion.tables.items()}
-    signal, previous = table["alphas_cumprod"], table["alphas_cumprod_prev"]
-    log_name = (
-        "log_fixed_large"
-        if diffusion.variance == "fixed_large"
-        else ("posterior_log_variance_clipped")
-    )
+    # From the training process, not from the respaced tables: at the noisiest step of the cosine
+    # schedule the variance is ill-conditioned in abar.
+    signal = diffusion.training_signal[diffusion.timestep_map].numpy()
+    previous = np.concatenate([[1.0], signal[:-1]])
+    beta, alpha = 1 - signal / previous, signal / previous
+    small = beta * (1 - previous) / (1 - signal)
+    step_variance = beta if diffusion.variance == "fixed_large" else small
+    coef1 = beta * np.sqrt(previous) / (1 - signal)
+    coef2 = (1 - previous) * np.sqrt(alpha) / (1 - signal)
     steps = diffusion.steps
     divisor = np.ones(steps) if scales is None else scales.double().numpy()
     variances, residuals, deltas = [1.0], [], []
@@ -72,8 +74,8 @@ def gaussian_trace(
         total = signal[t] * data_variance + 1 - signal[t]
         clean = (1 - (1 - signal[t]) / (divisor[t] * total)) / np.sqrt(signal[t])
         if kind == "ancestral":
-            factor = table["posterior_mean_coef1"][t] * clean + table["posterior_mean_coef2"][t]
-            added = np.exp(table[log_name][t]) if t > 0 else 0.0
+            factor = coef1[t] * clean + coef2[t]
+            added = step_variance[t] if t > 0 else 0.0
         else:
             scaled = divisor[t] if scale_direction else 1.0
             epsilon = np.sqrt(1 - signal[t]) / (scaled * total)

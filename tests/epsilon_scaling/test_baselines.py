@@ -43,7 +43,7 @@ def test_analytic_variances_are_exact_for_gaussian_data(gaussian_model, draw):
 
 def test_time_shift_follows_the_samples_spread():
     diffusion = GaussianDiffusion.from_name("linear", respacing="10")
-    noise = diffusion.training_noise
+    noise = 1 - diffusion.training_signal
     index = 4
     planned = int(diffusion.timestep_map[index])
     unit = counter_normal(1, torch.arange(2), (1, 64, 64))

@@ -48,9 +48,8 @@ class GaussianDiffusion:
             the posterior's variance, "fixed_large" is beta.
         timestep_map: ``(T,)`` original index of each step (respaced processes).
         original_steps: Length of the training process; T if it is not respaced.
-        alphas_cumprod: ``(T,)`` exact abar of a respaced process: where beta is near 1, a product
-            of 1 - beta has lost half of the digits.
-        training_noise: ``(T,)`` 1 - abar of the training process; its own if it is not respaced.
+        training_signal: ``(original_steps,)`` abar of the training process; its own if it is not
+            respaced.
 
     Raises:
         ValueError: If betas lie outside (0, 1] or a name is unknown.
@@ -63,8 +62,7 @@ class GaussianDiffusion:
         variance: str = "fixed_small",
         timestep_map: Sequence[int] | None = None,
         original_steps: int | None = None,
-        alphas_cumprod: Betas | None = None,
-        training_noise: Tensor | None = None,
+        training_signal: Tensor | None = None,
     ) -> None:
         betas = np.asarray(betas, dtype=np.float64)
         if betas.ndim != 1 or not ((betas > 0) & (betas <= 1)).all():
@@ -80,9 +78,11 @@ class GaussianDiffusion:
         kept = range(self.steps) if timestep_map is None else timestep_map
         self.timestep_map = torch.as_tensor(list(kept), dtype=torch.int64)
 
-        signal = np.cumprod(1 - betas) if alphas_cumprod is None else alphas_cumprod
+        # As published samplers do: where a respaced beta is near 1 this has lost digits of abar
+        # (1e-10 of it for the cosine schedule); `training_signal` has them.
+        alphas = 1 - betas
+        signal = np.cumprod(alphas)
         previous = np.concatenate([[1.0], signal[:-1]])
-        alphas = 1 - betas if alphas_cumprod is None else signal / previous
         posterior = betas * (1 - previous) / (1 - signal)
         # The posterior of the last step is a point; its logarithm borrows the next entry.
         clipped = np.concatenate([posterior[1:2], posterior[1:]]) if self.steps > 1 else betas
@@ -105,9 +105,9 @@ class GaussianDiffusion:
                 "posterior_mean_coef2": (1 - previous) * np.sqrt(alphas) / (1 - signal),
             }
         self.tables = {name: torch.from_numpy(table) for name, table in tables.items()}
-        self.training_noise = 1 - self.tables["alphas_cumprod"]
-        if training_noise is not None:
-            self.training_noise = training_noise
+        self.training_signal = self.tables["alphas_cumprod"]
+        if training_signal is not None:
+            self.training_signal = training_signal
         self._on_device: dict[tuple[str, torch.device], Tensor] = {}
 
     @classmethod
@@ -137,8 +137,7 @@ class GaussianDiffusion:
             self.variance,
             original.tolist(),
             self.original_steps,
-            self.tables["alphas_cumprod"].numpy()[kept],
-            self.training_noise,
+            self.training_signal,
         )
 
     def gather(self, name: str, index: Index, like: Tensor) -> Tensor:
