@@ -87,7 +87,7 @@ def _side_vectors(position: Floats, length: int) -> Floats:
     padded = np.concatenate([chains[:, :, 1:2], chains, chains[:, :, -2:-1]], 2)
     outward = 2 * chains - padded[:, :, :-2] - padded[:, :, 2:]
     outward /= np.maximum(np.linalg.norm(outward, axis=-1, keepdims=True), 1e-9)
-    return (SIDE * outward).reshape(position.shape)
+    return np.asarray((SIDE * outward).reshape(position.shape))
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def cluster_folds(
     for number in sorted(order.tolist(), key=lambda c: -int(sizes[c])):
         # the fold that is furthest behind its share
         name = max(fractions, key=lambda f: fractions[f] * len(names) - len(folds[f]))
-        folds[name] += [names[i] for i in np.flatnonzero(label == number)]
+        folds[name] += [names[i] for i in np.flatnonzero(label == number).tolist()]
     return check_folds(folds)
 
 

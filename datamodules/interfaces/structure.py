@@ -200,7 +200,7 @@ def parse_mmcif(text: str, name: str, alternates: Alternates = "best") -> Struct
         from Bio.PDB.MMCIF2Dict import MMCIF2Dict
     except ModuleNotFoundError as error:
         raise ImportError("mmCIF files need Biopython: pip install 'iclr24[ppiformer]'") from error
-    entry = MMCIF2Dict(io.StringIO(text))
+    entry = MMCIF2Dict(io.StringIO(text))  # type: ignore[no-untyped-call]
     if "_atom_site.Cartn_x" not in entry:
         raise ValueError(f"{name} has no _atom_site table: a protein structure is needed")
 

@@ -55,7 +55,7 @@ def accessible_area(
         covered = offset @ sphere.T < level[:, None]
         rows, first = np.unique(centre, return_index=True)
         free[rows] &= ~np.logical_or.reduceat(covered, first, axis=0)
-    return 4 * np.pi * radius**2 * free.mean(1)
+    return np.asarray(4 * np.pi * radius**2 * free.mean(1))
 
 
 def buried_area(structure: Structure, points: int = 100) -> tuple[float, NDArray[np.bool_]]:

@@ -36,7 +36,7 @@ def pack_tables(tables: Iterable[ResidueTable]) -> bytes:
         step=np.diff(ca, axis=0, prepend=np.zeros((1, 3), np.int32)).T.copy(),
         n=around[0].T.copy(),
         c=around[1].T.copy(),
-        **columns,
+        **columns,  # type: ignore[arg-type]
     )
     return buffer.getvalue()
 

@@ -41,14 +41,19 @@ def ranking(network: Any, batch: Any) -> dict[str, float]:
     return result
 
 
+def network_of(run: Any) -> Any:
+    """The trained network of a run, in evaluation mode."""
+    return run.model.network.eval()
+
+
 def reproduce(lab: Lab) -> None:
     """Pre-train, rank mutations without labels, fine-tune on few labels, and from scratch."""
     # one validation at the end is enough: the claims are measured on the test interfaces
     brief = "--trainer.num_sanity_val_steps=0"
     pretrained = lab.fit("ppiformer/default.yaml", brief, "--trainer.check_val_every_n_epoch=14")
-    data = pretrained.datamodule
+    data: Any = pretrained.datamodule
     batch = data.test_set[list(range(len(data.test_set)))]
-    network = pretrained.model.network.eval()
+    network = network_of(pretrained)
     perplexity, accuracy = site_perplexity(network, batch)
     zero_shot = ranking(network, batch)
 
@@ -81,10 +86,9 @@ def reproduce(lab: Lab) -> None:
     words = ("ppiformer/potts_finetune.yaml", brief, "--trainer.check_val_every_n_epoch=30")
     tuned = lab.fit(*words, f"--model.init_args.weights={path}")
     scratch = lab.fit(*words)
-    few = tuned.datamodule.test_set[list(range(20))]
     results = {
-        "fine-tuned": ranking(tuned.model.network.eval(), few),
-        "from scratch": ranking(scratch.model.network.eval(), few),
+        "fine-tuned": ranking(network_of(tuned), batch),
+        "from scratch": ranking(network_of(scratch), batch),
         "zero-shot": zero_shot,
     }
     lab.note(
@@ -100,6 +104,6 @@ def reproduce(lab: Lab) -> None:
         published="pre-training improves the ddG of held-out proteins",
     )
     with torch.no_grad():
-        predicted = tuned.model.network.ddg(few)[0].numpy()
+        predicted = network_of(tuned).ddg(batch)[0].numpy()
     summary = {"spearman": results["fine-tuned"]["Spearman"], "rmse": results["fine-tuned"]["RMSE"]}
-    lab.figure("ddg", scatter_figure(predicted, few.ddg.numpy(), few.group.numpy(), summary))
+    lab.figure("ddg", scatter_figure(predicted, batch.ddg.numpy(), batch.group.numpy(), summary))

@@ -113,9 +113,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One degree. query (n, v, [3,] h*w), own (n, v, [3,] 2hw), edges (n, k, v, [3,] 2hw)."""
         heads = self.heads
-        query = query.unflatten(-1, (heads, width))
-        own_key, own_value = own.unflatten(-1, (heads, 2, width)).unbind(-2)
-        key, value = edges.unflatten(-1, (heads, 2, width)).unbind(-2)
+        query = query.view(*query.shape[:-1], heads, width)
+        own_key, own_value = own.view(*own.shape[:-1], heads, 2, width).unbind(-2)
+        key, value = edges.view(*edges.shape[:-1], heads, 2, width).unbind(-2)
         vector = query.ndim == 5
 
         def score(difference: Tensor) -> Tensor:
@@ -150,7 +150,8 @@ class Attention(nn.Module):
         edges = self.product(x, v, edge, geometry, constants)
         gates = None
         if self.gate is not None:
-            gates = torch.sigmoid(self.gate(x)).unflatten(-1, (len(self.degrees), self.heads))
+            gates = torch.sigmoid(self.gate(x))
+            gates = gates.view(*x.shape[:-1], len(self.degrees), self.heads)
         updates: list[Tensor | None] = [None, None]
         for degree in self.degrees:
             features = v if degree else x
@@ -189,7 +190,9 @@ class FeedForward(nn.Module):
         if self.scalar_only:
             # The first columns would only gate vectors; they are kept so that shapes equal those of
             # the full layer.
-            hidden = x @ self.inner[0].weight[:, self.gates :]
+            weight = self.inner[0].weight
+            assert isinstance(weight, Tensor)
+            hidden = x @ weight[:, self.gates :]
             return self.out[0](functional.silu(hidden)), None
         hidden = self.inner[0](x)
         gate, hidden = hidden[..., : self.gates], hidden[..., self.gates :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ def ddg_loss(predicted: Tensor, target: Tensor, kind: str = "mse") -> tuple[Tens
         margin = (predicted[first] - predicted[second]) * sign
         pairs = functional.softplus(-margin)[sign != 0]
         return pairs.sum(), pairs.numel()
-    functions = {
+    functions: dict[str, Callable[..., Tensor]] = {
         "mse": functional.mse_loss,
         "l1": functional.l1_loss,
         "huber": functional.huber_loss,

@@ -159,10 +159,8 @@ class PPIformer(PaperModule):
             Scoring(unbound, contexts, context_ratio, max_variants),
             activation_checkpointing,
         )
-        weight = torch.ones(20)
-        if class_weights not in (None, "inverse_frequency"):
-            weight = make_class_weights(class_weights)
-        self.register_buffer("class_weight", weight)
+        fixed = None if class_weights == "inverse_frequency" else make_class_weights(class_weights)
+        self.register_buffer("class_weight", torch.ones(20) if fixed is None else fixed)
         self.val_loss, self.val_accuracy = MeanMetric(), MeanMetric()
         self.val_perplexity, self.val_perplexity_reference = Perplexity(), MeanMetric()
         self.val_ddg = GroupedDDG(min_mutations, (0.0, -0.5))
@@ -349,7 +347,8 @@ class PPIformer(PaperModule):
             ensemble, else over contexts), `in_interface`, `measured`; or `embedding` by interface.
         """
         if not len(batch.mutation_graph):
-            parts = self.network.embed(batch).split(batch.ptr.diff().tolist())
+            sizes = batch.ptr.diff().tolist()
+            parts = torch.split(self.network.embed(batch), sizes)
             named = zip(batch.name, parts, strict=True)
             return {"embedding": {name: part.cpu() for name, part in named}}
         members = [member.to(self.device) for member in self._members] or [self.network]

@@ -34,11 +34,30 @@ class MutationBatch(Protocol):
         mutation_graph: (mutations,) int64, graph of every mutation.
     """
 
-    types: Tensor
-    point_node: Tensor
-    point_type: Tensor
-    point_mutation: Tensor
-    mutation_graph: Tensor
+    @property
+    def types(self) -> Tensor:
+        """Wild types, (nodes,) int64."""
+        ...
+
+    @property
+    def point_node(self) -> Tensor:
+        """Node of every point."""
+        ...
+
+    @property
+    def point_type(self) -> Tensor:
+        """Mutant type of every point."""
+        ...
+
+    @property
+    def point_mutation(self) -> Tensor:
+        """Mutation of every point."""
+        ...
+
+    @property
+    def mutation_graph(self) -> Tensor:
+        """Graph of every mutation."""
+        ...
 
 
 class Mutations(NamedTuple):
@@ -63,11 +82,11 @@ class Variants(NamedTuple):
     """Which variant of its graph answers for each mutation.
 
     Attributes:
-        count: variants of the graph that needs most.
+        number: variants of the graph that needs most.
         of_mutation: (mutations,) int64.
     """
 
-    count: int
+    number: int
     of_mutation: Tensor
 
 
@@ -139,9 +158,9 @@ def masked_marginals(
     types = one_hot(batch.types, next(classifier.parameters()).dtype)
     result = types.new_zeros(len(batch.mutation_graph))
     of_point = variants.of_mutation[batch.point_mutation]
-    step = max_variants or max(variants.count, 1)
-    for start in range(0, variants.count, step):
-        size = min(step, variants.count - start)
+    step = max_variants or max(variants.number, 1)
+    for start in range(0, variants.number, step):
+        size = min(step, variants.number - start)
         here = (of_point >= start) & (of_point < start + size)
         shown = torch.ones(len(types), size, dtype=types.dtype, device=types.device)
         shown[batch.point_node[here], of_point[here] - start] = 0
@@ -173,7 +192,7 @@ def _wild_and_mutant(
 ) -> tuple[Tensor, Tensor]:
     """(points, channels) embeddings of the mutated residues before and after the mutation."""
     variants = group_by_positions(batch, grouped=False)
-    types = batch.types[:, None].repeat(1, variants.count + 1)
+    types = batch.types[:, None].repeat(1, variants.number + 1)
     column = variants.of_mutation[batch.point_mutation] + 1
     types[batch.point_node, column] = batch.point_type
     embedding = encode(one_hot(types, dtype))

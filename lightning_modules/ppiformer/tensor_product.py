@@ -69,7 +69,8 @@ def rotate_degree_one(vectors: Tensor, unit: Tensor, constants: Tensor) -> Tenso
     alpha, beta, gamma = constants.to(vectors.dtype).unbind()
     along = (vectors * unit).sum(-2, keepdim=True)
     turned = torch.linalg.cross(unit.expand_as(vectors), vectors, dim=-2)
-    return alpha * vectors + (beta - alpha) * along * unit + gamma * turned
+    result: Tensor = alpha * vectors + (beta - alpha) * along * unit + gamma * turned
+    return result
 
 
 class Regroup(torch.autograd.Function):
@@ -88,8 +89,13 @@ class Regroup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """The inverse regrouping."""
         index, inverse = ctx.saved_tensors
-        result: Tensor = Regroup.apply(gradients[0], inverse, index)
-        return result, None, None
+        return regroup(gradients[0], inverse, index), None, None
+
+
+def regroup(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """See `Regroup`."""
+    result: Tensor = Regroup.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
+    return result
 
 
 class Linear(nn.Module):
@@ -202,7 +208,7 @@ class TensorProduct(nn.Module):
         k = geometry.neighbors.shape[1]
         hidden = self.radial(edge.reshape(nodes * k, -1))
         order = geometry.by_sender.reshape(-1)
-        grouped = Regroup.apply(hidden, order, geometry.slot).unbind(0)
+        grouped = regroup(hidden, order, geometry.slot).unbind(0)
         radial = hidden.unbind(0)
         columns = (scalars, vectors.flatten(1, 2))
         receivers = [linear(x) for linear, x in zip(self.receiver, columns, strict=True)]
@@ -213,7 +219,7 @@ class TensorProduct(nn.Module):
             phi_sender = grouped[index].view(nodes, -1, phi.shape[-1])
             received = torch.bmm(phi, self._contract(kernel, receivers[degree]))
             sent = torch.bmm(phi_sender, self._contract(kernel, senders[degree]))
-            sent = Regroup.apply(sent.flatten(0, 1), geometry.slot, order).view_as(received)
+            sent = regroup(sent.flatten(0, 1), geometry.slot, order).view_as(received)
             shape = (nodes, k, variants, 3, -1) if degree else (nodes, k, variants, -1)
             results.append((received + sent).view(shape))
         return results
