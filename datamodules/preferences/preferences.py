@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from datamodules.base import Collated, ResumableLoader, SuiteDataModule, split
+from datamodules.base import (
+    BatchedDataset,
+    Collated,
+    EvaluationOrder,
+    ResumableLoader,
+    SuiteDataModule,
+    split,
+)
 from datamodules.preferences.formats import Example, Kind, parse, read_rows
 from datamodules.preferences.toys import TASKS, Ids, Task
 from lightning_modules.components.language.encoding import (
@@ -295,6 +303,16 @@ class Preferences(SuiteDataModule):
 
     # ------------------------------------------------------------------ loaders
 
+    def _loader(self, name: str, train: bool = False) -> ResumableLoader[Any]:
+        loader = super()._loader(name, train)
+        world = self._ranks()[1]
+        if train or world == 1 or not _sharded(self.trainer):
+            return loader
+        # a sharded model runs on all ranks or on none: each gets the same number of batches
+        rows = EvenRows(loader.dataset, world)
+        order = EvaluationOrder(len(rows), self.batch_size, *self._ranks())
+        return ResumableLoader(rows, order, self.num_workers)
+
     def _pairs_of_module(self, name: str) -> None:
         """Let the module add to, or replace, the pairs of a split before its loader is built."""
         module = self.trainer.lightning_module if self.trainer else None
@@ -320,6 +338,32 @@ class Preferences(SuiteDataModule):
         """Loader of test pairs."""
         self._pairs_of_module("test")
         return super().test_dataloader()
+
+
+class EvenRows:
+    """Rows up to a multiple of the number of ranks; `index` is -1 in those that are not there.
+
+    Args:
+        dataset: Gives a batch with a field `index` for a list of indices.
+        ranks: Number of ranks.
+    """
+
+    def __init__(self, dataset: BatchedDataset, ranks: int) -> None:
+        self.dataset = dataset
+        self.ranks = ranks
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.ranks) * self.ranks
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        size = len(self.dataset)
+        batch = self.dataset[[i if i < size else 0 for i in indices]]
+        extra = torch.tensor([i >= size for i in indices])
+        return batch._replace(index=batch.index.masked_fill(extra, -1))
+
+
+def _sharded(trainer: Any) -> bool:
+    return "ModelParallel" in type(trainer.strategy).__name__
 
 
 def distinct_prompts(examples: Sequence[Example]) -> list[Example]:

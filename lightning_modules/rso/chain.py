@@ -1,6 +1,6 @@
 """All stages of RSO from one YAML file: SFT, reward model, pairs, policy.
 
-`python -m lightning_modules.rso.chain rso/pipeline.yaml --folder runs/rso`
+`python -m lightning_modules.rso.chain rso/pipeline/tiny.yaml --folder runs/rso`
 
 Each stage is an ordinary command of the suite with its own config, so that each can also be run
 alone. A stage that is done with the same words is not run again, and one that was interrupted goes
@@ -126,7 +126,7 @@ class RSOPipeline:
 def main(words: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m lightning_modules.rso.chain")
-    parser.add_argument("config", help="a YAML file, or a packaged one as rso/pipeline.yaml")
+    parser.add_argument("config", help="a YAML file, or a packaged one as rso/pipeline/tiny.yaml")
     parser.add_argument("--folder", help="where the stages run; default as in the file")
     arguments = parser.parse_args(words)
     try:

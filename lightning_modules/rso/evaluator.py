@@ -108,16 +108,20 @@ def _exact(
     log_policy = policy.log_probs(rows).double()
     log_sft = reference.log_probs(rows).double()
     probs = log_policy.exp()
-    every = [prompt for prompt in prompts for _ in range(number)]
-    answers = [[k] for _ in prompts for k in range(number)]
-    others = [other for other in opponents for _ in range(number)]
+    # many rows share prompt and opponent, and rewards do not depend on the policy
+    cases = [(tuple(x), tuple(y)) for x, y in zip(prompts, opponents, strict=True)]
+    distinct = sorted(set(cases))
+    place = torch.tensor([distinct.index(case) for case in cases], device=device)
+    every = [list(x) for x, _ in distinct for _ in range(number)]
+    answers = [[k] for _ in distinct for k in range(number)]
+    others = [list(y) for _, y in distinct for _ in range(number)]
     result: dict[str, Tensor] = {}
     for name, judge in (("proxy", proxy), ("gold", gold)):
         if judge is None:
             continue
-        reward = judge.score(every, answers).double().to(device).view(-1, number)
+        reward = judge.score(every, answers).double().to(device).view(-1, number)[place]
         value = policy_value(log_policy, log_sft, reward, beta)
-        won = wins(judge, every, answers, others).double().to(device).view(-1, number)
+        won = wins(judge, every, answers, others).double().to(device).view(-1, number)[place]
         result[f"{name}_reward"] = value.expected_reward
         result[f"{name}_win_rate"] = (probs * won).sum(-1)
         result["objective"] = value.objective

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -54,7 +54,9 @@ class RSO(PreferenceModule):
             `adapter_off` (LoRA: the model without its adapters).
         reference_cache: Folder for precomputed log-probabilities.
         pair_source: See above.
-        reward: `oracle` (the data module's known reward) or a checkpoint of `RewardRanking`.
+        reward: `oracle` (the data module's known reward), a checkpoint of `RewardRanking`, or None
+            for `pair_source=direct`; then checkpoints are chosen by `val/loss`, else by
+            `val/objective`.
         gold: Independent reward for evaluation, the same forms; None takes the known one.
         sampler: `paper`, `iid`, `gumbel_topk`, `best_of_n` or `sft`.
         n_candidates: Responses per prompt.
@@ -85,6 +87,9 @@ class RSO(PreferenceModule):
     Raises:
         ValueError: An argument is out of range, or two do not go together.
     """
+
+    monitor: ClassVar[str] = "val/objective"
+    mode: ClassVar[Literal["min", "max"]] = "max"
 
     def __init__(
         self,
@@ -142,6 +147,9 @@ class RSO(PreferenceModule):
             raise ValueError(
                 f"pair_source={pair_source} needs reward: a checkpoint of RewardRanking, or oracle"
             )
+        if evaluate_every == 0 or (reward is None and gold is None):
+            # without a reward the likelihood of held-out pairs is all there is to choose by
+            self.__dict__.update(monitor="val/loss", mode="min")
         self.options = PairOptions(
             pair_source, sampler, n_candidates, n_select, beta, ranking, label, min_margin,
             deduplicate, correct_proposal, ess_target, length_penalty, rest_threshold,
@@ -158,12 +166,12 @@ class RSO(PreferenceModule):
     def setup(self, stage: str) -> None:
         """As the base class, and a reward to make pairs with."""
         super().setup(stage)
+        if self._rewards["proxy"] is None and self.reward_source is not None:
+            raise ValueError(
+                f"reward={self.reward_source} but these data have no known reward: train "
+                "RewardRanking and give its checkpoint, or set reward=null for pair_source=direct"
+            )
         if stage == "fit" and self.options.pair_source != "direct":
-            if self._rewards["proxy"] is None:
-                raise ValueError(
-                    f"reward={self.reward_source} but these data have no known reward: train "
-                    "RewardRanking and give its checkpoint"
-                )
             decodes, calls = self.options.costs
             rank_zero_info(
                 f"pairs by {self.options.pair_source}: {decodes} decodes and {calls} calls of the "

@@ -330,9 +330,10 @@ class PreferenceModule(PaperModule):
                     batch, chosen, self.beta, Sampling(self.max_new_tokens or 128, rows=self.rows),
                     self.reference_mode == "adapter_off",
                 )  # fmt: skip
+        real = batch.index >= 0  # rows that only fill up a batch of a sharded run have index -1
         for name, value in values.items():
             metric = cast(MeanMetric, self.metrics[f"{stage}_{name}"])
-            metric.update(value.to(self.device))
+            metric.update(value.to(self.device)[real])
             self.log(f"{stage}/{name}", metric, batch_size=len(batch.index))
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:

@@ -107,10 +107,10 @@ class SupervisedFineTuning(PaperModule):
         """AdamW at 1e-5."""
         return AdamW(parameters, lr=1e-5, weight_decay=0.0)
 
-    def _scores(self, batch: SupervisedBatch) -> tuple[Tensor, Tensor]:
+    def _scores(self, batch: SupervisedBatch) -> tuple[Tensor, Tensor, Tensor]:
         assert self.policy is not None
         result = self.policy.sequence_logprobs(batch.input_ids, batch.attention_mask, batch.labels)
-        return -result.total, -result.tokens[result.mask]
+        return -result.total, -result.tokens, result.mask
 
     def training_step(self, batch: SupervisedBatch, batch_idx: int) -> Tensor:
         """Mean over sequences of -log pi(y|x)."""
@@ -125,7 +125,9 @@ class SupervisedFineTuning(PaperModule):
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: SupervisedBatch, stage: str) -> None:
-        total, tokens = self._scores(batch)
+        real = batch.index >= 0  # rows that only fill up a batch of a sharded run have index -1
+        total, tokens, mask = self._scores(batch)
+        total, tokens = total[real], tokens[real][mask[real]]
         size = len(batch.index)
         for name, value in (("loss", total), ("token_nll", tokens)):
             metric: MeanMetric = getattr(self, f"{stage}_{name}")
@@ -302,10 +304,11 @@ class RewardRanking(PaperModule):
         if isinstance(self.reward, PairwiseReward):
             swapped, other = self._losses(batch, torch.ones(len(losses), dtype=torch.bool))
             losses, margin = 0.5 * (losses + swapped), 0.5 * (margin + other)
+        real = batch.index >= 0
         values = {"loss": losses, "accuracy": 0.5 * (1 + margin.sign()), "margin": margin}
         for name, value in values.items():
             metric: MeanMetric = getattr(self, f"{stage}_{name}")
-            metric.update(value)
+            metric.update(value[real])
             self.log(f"{stage}/{name}", metric, batch_size=len(losses))
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:

@@ -301,11 +301,11 @@ def test_language_policy_limits():
     source = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 16}
     policy = build_policy("language", {**source, "n_positions": 8}, 1, 0)
     prompt = torch.tensor([[2, 3, 4, 5]])
-    with pytest.raises(ValueError, match="4 tokens and max_new_tokens=6 exceed .* context of 8"):
+    with pytest.raises(ValueError, match=r"4 tokens and max_new_tokens=6 exceed .* context of 8"):
         policy.sample(prompt, torch.ones_like(prompt), torch.arange(1), 2, 0, Sampling(6))
     with pytest.raises(ValueError, match="row 5: prompt and response have 9 tokens"):
         check_context(policy.backbone, [{"index": 5, "prompt": [2] * 4, "chosen": [3] * 5}])
-    with pytest.raises(ValueError, match="tokenizer has 7 entries .* embeds 5"):
+    with pytest.raises(ValueError, match=r"tokenizer has 7 entries .* embeds 5"):
         check_vocabulary(build_backbone({**source, "vocab_size": 5}), character_tokenizer("abcd"))
 
 

@@ -23,7 +23,8 @@ def model_fingerprint(model: nn.Module, samples: int = 4096) -> str:
     for name, parameter in sorted(model.named_parameters()):
         value = full(parameter.detach()).reshape(-1)
         digest.update(f"{name}{tuple(parameter.shape)}{value.dtype}".encode())
-        taken = value[:: max(1, value.numel() // samples)].cpu().contiguous()
+        # a copy: `numpy` would pin the storage, which FSDP2 must be able to free
+        taken = value[:: max(1, value.numel() // samples)].cpu().clone()
         digest.update(taken.view(torch.uint8).numpy().tobytes() if taken.numel() else b"")
     return digest.hexdigest()[:16]
 

@@ -11,7 +11,9 @@ from lightning_modules.components.language.logprobs import unwrap
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a `transformers` model: classes it names as not to be split."""
     inner: Any = unwrap(model)
-    names = set(getattr(inner, "_no_split_modules", None) or [])
+    names: set[str] = set()
+    for module in inner.modules():  # a reward model holds its backbone
+        names |= set(getattr(module, "_no_split_modules", None) or [])
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
