@@ -224,7 +224,8 @@ class SignalPropagation(Callback):
     def _note_dependence(self, rows: list[dict[str, float]]) -> None:
         if self._noted or self.nonzero_gaps:
             return
-        for row in rows:
+        # without the last layer, the output: it is narrower than the probe anyway
+        for row in rows[:-1]:
             for role in ROLES:
                 if math.isinf(row[f"{role}_gap"]):
                     self._noted = True

@@ -32,10 +32,11 @@ def _resolution(x: Tensor, computed_in: torch.dtype | None) -> float:
     the type they were computed in, several if the means were large beside the deviations; the
     singular values themselves are good to n eps of float64.
     """
-    dtype = computed_in or x.dtype
-    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-    eps *= 16 if eps < 1e-6 else 4
-    return max(eps, max(x.shape[-2:]) * torch.finfo(torch.float64).eps)
+    floor = max(x.shape[-2:]) * torch.finfo(torch.float64).eps
+    if computed_in is None:
+        return floor
+    eps = torch.finfo(computed_in).eps
+    return max(floor, eps * (16 if eps < 1e-6 else 4))
 
 
 def gap_of_singular_values(singular_values: Tensor, resolution: float) -> Tensor:
@@ -72,8 +73,8 @@ def isometry_gap(
         x: `(..., n, d)`, any floating type; leading axes are a batch of matrices.
         dim_check: Whether more rows than columns, which are always dependent, are an error;
             otherwise their gap is `inf`.
-        computed_in: Type in which the entries were computed, default that of `x`; it decides what
-            is rounding noise.
+        computed_in: Type in which the entries were computed: rows that are dependent up to its
+            rounding count as dependent. `None` takes the entries as exact numbers.
 
     Returns:
         float64 `(...)`.
@@ -108,7 +109,6 @@ def batched_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> T
     Returns:
         float64 `(...)`.
     """
-    computed_in = computed_in or x.dtype
     # the smallest singular value is at most a few sqrt(n) below the smallest diagonal entry
     resolution = _resolution(x, computed_in)
     threshold = 10 * max(x.shape[-2:]) ** 0.5 * resolution
@@ -151,12 +151,14 @@ def nonzero_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> T
 
     Args:
         x: `(..., n, d)`.
-        computed_in: See `isometry_gap`.
+        computed_in: Type in which the entries were computed, default that of `x`.
 
     Returns:
         float64 `(...)`; NaN for a matrix of zeros.
     """
     s = _singular_values(_as_double(x))
+    if computed_in is None and x.is_floating_point():
+        computed_in = x.dtype
     kept = (s > _resolution(x, computed_in) * s[..., :1]).to(s.dtype)
     count = kept.sum(-1)
     logs = torch.where(kept > 0, s, torch.ones_like(s)).log()

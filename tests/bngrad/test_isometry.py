@@ -102,6 +102,18 @@ def test_ill_conditioned_rows_stay_exact():
     torch.testing.assert_close(batched_isometry_gap(x), isometry_gap(x), rtol=1e-6, atol=0)
 
 
+def test_entries_in_single_precision_are_taken_as_they_are_unless_said_otherwise():
+    left, right = haar_orthogonal(2, 5, 5, generator(6), DOUBLE)
+    s = torch.tensor([1.0, 0.5, 0.2, 0.1, 3e-7], dtype=DOUBLE)
+    x = (left @ torch.diag(s) @ right).float()
+    for gap in (isometry_gap, batched_isometry_gap):
+        torch.testing.assert_close(gap(x), isometry_gap(x.double()))
+        assert torch.isfinite(gap(x))
+        assert torch.isinf(gap(x, computed_in=torch.float32))
+    expected = s[:4].square().mean().log() - 2 * s[:4].log().mean()
+    torch.testing.assert_close(nonzero_isometry_gap(x), expected, rtol=1e-5, atol=0)
+
+
 def test_batched_gap_equals_that_of_singular_values():
     x = gaussian(50, 20, 30)
     torch.testing.assert_close(batched_isometry_gap(x), isometry_gap(x), rtol=1e-10, atol=1e-12)
