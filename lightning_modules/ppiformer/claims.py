@@ -49,8 +49,8 @@ def network_of(run: Any) -> Any:
 def reproduce(lab: Lab) -> None:
     """Pre-train, rank mutations without labels, fine-tune on few labels, and from scratch."""
     # one validation at the end is enough: the claims are measured on the test interfaces
-    brief = "--trainer.num_sanity_val_steps=0"
-    pretrained = lab.fit("ppiformer/default.yaml", brief, "--trainer.check_val_every_n_epoch=14")
+    brief = ("--trainer.num_sanity_val_steps=0", "--trainer.limit_val_batches=1")
+    pretrained = lab.fit("ppiformer/default.yaml", *brief, "--trainer.check_val_every_n_epoch=14")
     data: Any = pretrained.datamodule
     batch = data.test_set[list(range(len(data.test_set)))]
     network = network_of(pretrained)
@@ -83,7 +83,7 @@ def reproduce(lab: Lab) -> None:
     )
     path = lab.folder / "pretrained.ckpt"
     pretrained.trainer.save_checkpoint(path, weights_only=True)
-    words = ("ppiformer/potts_finetune.yaml", brief, "--trainer.check_val_every_n_epoch=30")
+    words = ("ppiformer/potts_finetune.yaml", *brief, "--trainer.check_val_every_n_epoch=30")
     tuned = lab.fit(*words, f"--model.init_args.weights={path}")
     scratch = lab.fit(*words)
     results = {

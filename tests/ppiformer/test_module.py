@@ -262,15 +262,15 @@ def test_scan_writes_table_and_heat_map(tmp_path):
         torch.save({"state_dict": model.state_dict()}, tmp_path / f"{seed}.ckpt")
         paths.append(str(tmp_path / f"{seed}.ckpt"))
     model = build(ensemble=paths)
-    data = small_data(task="scan", sites=["A:3", "B:7"], batch_size=20)
-    predictions = trainer(tmp_path).predict(model, data)
+    data = small_data(task="scan", sites=["A:3", "B:7"], batch_size=3)
+    predictions = trainer(tmp_path, limit_predict_batches=1).predict(model, data)
     torch.save(predictions, tmp_path / "predictions.pt")
     assert torch.load(tmp_path / "predictions.pt", weights_only=True)
     written = model.write_predictions(predictions, tmp_path)
-    assert len(written) == 1 + 20
+    assert len(written) == 1 + 3
     with open(written[0]) as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 20 * 38
+    assert len(rows) == 3 * 38
     assert all(float(row["sd"]) >= 0 for row in rows)
     assert max(float(row["sd"]) for row in rows) > 0
     batch = data.predict_set[[0]]

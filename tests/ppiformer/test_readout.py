@@ -44,7 +44,7 @@ def score(network, b, **options):
 
 def test_position_sets_share_a_pass(mutated):
     variants = group_by_positions(mutated)
-    assert variants.count == 2
+    assert variants.number == 2
     assert variants.of_mutation.tolist() == [0, 0, 1, 1, 0, 1]
 
 
