@@ -44,15 +44,15 @@ def theirs_identity(n: int, p: float, sigma: float) -> float:
     return one.self_compose(n).get_epsilon_for_delta(DELTA)
 
 
-def theirs_banded(bands: int, n: int, p: float, sigma: float) -> float:
+def theirs_banded(bands: int, n: int, p: float, sigma: float, step: float = STEP) -> float:
     """Their mixture losses for the distinct rows of our analysis."""
-    accountant = PoissonAccountant(unit_square_root(bands), n, p, sigma, DELTA, step=STEP)
+    accountant = PoissonAccountant(unit_square_root(bands), n, p, sigma, DELTA, step=step)
     total = None
     for i, row in enumerate(accountant.matrix):
         used = np.nonzero(row)[0]
         points, mass, _ = bernoulli_sum(row[used], accountant.p_tilde[i, used])
         loss = peer.from_mixture_gaussian_mechanism(
-            sigma, points.tolist(), mass.tolist(), value_discretization_interval=STEP
+            sigma, points.tolist(), mass.tolist(), value_discretization_interval=step
         )
         count = n - i if i == len(accountant.matrix) - 1 else 1
         part = loss.self_compose(count) if count > 1 else loss
@@ -79,6 +79,9 @@ def main() -> None:
         if peer:
             other = timed(lambda n=n, b=bands, p=p, s=sigma: theirs_banded(b, n, p, s))
         line(f"{bands} bands, n={n}, p={p}, sigma={sigma}", mine, other)
+    mine = timed(lambda: ours(4, 2000, 0.01, 8.0, 1e-4), 3)
+    other = timed(lambda: theirs_banded(4, 2000, 0.01, 8.0, 1e-4)) if peer else None
+    line("4 bands, n=2000, p=0.01, sigma=8.0, grid 1e-4", mine, other)
     for n, bands in ((2000, 4), (2000, 16), (2000, 32)):
         mine = timed(lambda n=n, b=bands: ours(b, n, 0.01, 8.0))
         line(f"{bands} bands, n={n}, p=0.01, sigma=8.0", mine, None)

@@ -20,12 +20,13 @@ from callbacks._private_step import (
     write_gradients,
 )
 from lightning_modules.components.privacy.accountants import (
-    COARSE,
     Accountant,
     CyclicPoissonAccountant,
     GaussianAccountant,
-    calibrate,
+    calibrate_cyclic,
     calibrate_gaussian,
+    calibrate_poisson,
+    grid_step,
     poisson,
 )
 from lightning_modules.components.privacy.amplification import PoissonAccountant, Tail
@@ -218,7 +219,7 @@ class PrivateGradients(Callback):
         self.delta = plan["delta"]
         self._calibrate(trainer, plan)
         assert self.sigma is not None
-        self.accountant = self._account(plan, self.sigma, COARSE)
+        self.accountant = self._account(plan, self.sigma)
         order = getattr(trainer.train_dataloader, "order", None)
         if self.sampling == "cyclic_poisson" and order is not None:
             order.groups = plan["groups"]
@@ -310,12 +311,14 @@ class PrivateGradients(Callback):
                     "with the same value"
                 )
 
-    def _account(self, plan: dict[str, Any], sigma: float, step: float) -> Accountant:
+    def _account(self, plan: dict[str, Any], sigma: float) -> Accountant:
         n, delta, p = plan["n"], plan["delta"], plan["expected"] / plan["examples"]
-        if self.sampling == "poisson":
-            return poisson(self.strategy, n, p, sigma, delta, self.delta1, self.tail, step)
-        if self.sampling == "cyclic_poisson":
-            return CyclicPoissonAccountant(self.strategy, n, p, sigma, delta, plan["groups"], step)
+        if self.sampling in ("poisson", "cyclic_poisson"):
+            step = grid_step(self.strategy, n, sigma)
+            if self.sampling == "poisson":
+                return poisson(self.strategy, n, p, sigma, delta, self.delta1, self.tail, step)
+            groups = plan["groups"]
+            return CyclicPoissonAccountant(self.strategy, n, p, sigma, delta, groups, step)
         return GaussianAccountant(self.strategy, n, self._participation(plan), sigma, delta)
 
     def _participation(self, plan: dict[str, Any]) -> Participation:
@@ -329,15 +332,16 @@ class PrivateGradients(Callback):
         assert self.target_epsilon is not None
         target, delta, sigma = self.target_epsilon, plan["delta"], 0.0
         if trainer.is_global_zero:
-            if self.sampling in ("poisson", "cyclic_poisson"):
-                sigma = calibrate(
-                    target, delta, lambda s, h: self._account(plan, s, h).epsilon(), fine=COARSE
+            n, p = plan["n"], plan["expected"] / plan["examples"]
+            if self.sampling == "poisson":
+                sigma = calibrate_poisson(
+                    self.strategy, n, p, target, delta, self.delta1, self.tail
                 )
+            elif self.sampling == "cyclic_poisson":
+                sigma = calibrate_cyclic(self.strategy, n, p, target, delta, plan["groups"])
             else:
-                schema = self._participation(plan)
-                sigma = calibrate_gaussian(
-                    target, delta, self.strategy.sensitivity(plan["n"], schema)
-                )
+                sens = self.strategy.sensitivity(n, self._participation(plan))
+                sigma = calibrate_gaussian(target, delta, sens)
         self.sigma = float(trainer.strategy.broadcast(sigma))
 
     # ------------------------------------------------------------------ training

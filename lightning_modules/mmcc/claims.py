@@ -10,10 +10,9 @@ from lightning_modules.components.privacy import (
     BandedToeplitz,
     Participation,
     SquareRoot,
-    calibrate,
     calibrate_gaussian,
+    calibrate_poisson,
     mmcc,
-    poisson,
 )
 
 if TYPE_CHECKING:
@@ -33,13 +32,7 @@ def reproduce(lab: Lab) -> None:
     """Noise for the same epsilon with and without sampling, tightness, accuracy on digits."""
     n, p, delta, target = 1000, 0.05, 1e-5, 0.5368
     strategy = _unit_square_root(8)
-    amplified = calibrate(
-        target,
-        delta,
-        lambda s, h: poisson(strategy, n, p, s, delta, step=h).epsilon(),
-        start=30.0,
-        fine=1e-3,
-    )
+    amplified = calibrate_poisson(strategy, n, p, target, delta)
     plain = calibrate_gaussian(target, delta, strategy.sensitivity(n, Participation(50, 8)))
     lab.claim(
         "noise for epsilon 0.537 with Poisson batches (1000 steps, 8 bands)",

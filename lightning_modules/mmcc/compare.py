@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from lightning_modules.components.privacy.accountants import (
-    CyclicPoissonAccountant,
-    calibrate,
+    calibrate_cyclic,
     calibrate_gaussian,
-    poisson,
+    calibrate_poisson,
 )
 from lightning_modules.components.privacy.dense_strategies import BinaryTree
 from lightning_modules.components.privacy.optimise import rms_error
@@ -101,41 +101,15 @@ def compare_mechanisms(
 
     for name, strategy in (*banded, *full):
         if (name, strategy) in banded or n <= dense_limit:
-            add(
-                name,
-                "poisson",
-                "mmcc",
-                strategy,
-                lambda s=strategy: calibrate(  # type: ignore[misc]
-                    epsilon,
-                    delta,
-                    lambda sigma, h: poisson(s, n, p, sigma, delta, step=h).epsilon(),
-                ),
-            )
-        add(
-            name,
-            "fixed_order",
-            "gaussian",
-            strategy,
-            lambda s=strategy: calibrate_gaussian(  # type: ignore[misc]
-                epsilon, delta, s.sensitivity(n, schema)
-            ),
-        )
+            solve = partial(calibrate_poisson, strategy, n, p, epsilon, delta)
+            add(name, "poisson", "mmcc", strategy, solve)
+        sens = strategy.sensitivity(n, schema)
+        add(name, "fixed_order", "gaussian", strategy,
+            partial(calibrate_gaussian, epsilon, delta, sens))  # fmt: skip
     for name, strategy in banded:
         if strategy.bands(n) * p <= 1.0:
-            add(
-                name,
-                "cyclic_poisson",
-                "cyclic",
-                strategy,
-                lambda s=strategy: calibrate(
-                    epsilon,
-                    delta,  # type: ignore[misc]
-                    lambda sigma, h: CyclicPoissonAccountant(
-                        s, n, p, sigma, delta, step=h
-                    ).epsilon(),
-                ),
-            )
+            solve = partial(calibrate_cyclic, strategy, n, p, epsilon, delta)
+            add(name, "cyclic_poisson", "cyclic", strategy, solve)
     return table
 
 

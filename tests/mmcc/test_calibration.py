@@ -8,8 +8,11 @@ from lightning_modules.components.privacy import (
     Participation,
     SquareRoot,
     calibrate,
+    calibrate_cyclic,
     calibrate_gaussian,
+    calibrate_poisson,
     gaussian_epsilon,
+    grid_step,
     poisson,
 )
 from lightning_modules.mmcc import compare_mechanisms, format_table
@@ -69,3 +72,19 @@ def test_comparison_covers_every_sampler_at_equal_epsilon() -> None:
     assert ("fixed_order", "binary tree") in by_name
     text = format_table(rows)
     assert text.count("\n") == len(rows) + 1
+
+
+def test_noise_on_a_grid_that_follows_sigma() -> None:
+    # where single steps hardly leak a grid of 1e-3 would cost almost a percent of epsilon
+    strategy, n, p, target = SquareRoot(4), 2000, 0.01, 0.5
+    sigma = calibrate_poisson(strategy, n, p, target, 1e-5)
+    step = grid_step(strategy, n, sigma)
+    assert step < 3e-4
+    assert poisson(strategy, n, p, sigma, 1e-5, step=step).epsilon() <= target
+    assert poisson(strategy, n, p, 0.999 * sigma, 1e-5, step=2e-5).epsilon() > target
+    cyclic = calibrate_cyclic(strategy, n, p, target, 1e-5)
+    for factor, above in ((1.0, False), (0.999, True)):
+        epsilon = CyclicPoissonAccountant(
+            strategy, n, p, factor * cyclic, 1e-5, step=grid_step(strategy, n, cyclic)
+        ).epsilon()
+        assert (epsilon > target) == above

@@ -10,7 +10,10 @@ from lightning_modules.components.privacy.accountants import (
     CyclicPoissonAccountant,
     GaussianAccountant,
     calibrate,
+    calibrate_cyclic,
     calibrate_gaussian,
+    calibrate_poisson,
+    grid_step,
     poisson,
 )
 from lightning_modules.components.privacy.amplification import (
@@ -79,7 +82,9 @@ __all__ = [
     "bernoulli_sum",
     "best_split",
     "calibrate",
+    "calibrate_cyclic",
     "calibrate_gaussian",
+    "calibrate_poisson",
     "clipped_sum",
     "compose",
     "conditional_probabilities",
@@ -87,6 +92,7 @@ __all__ = [
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_mu",
+    "grid_step",
     "mmcc",
     "parse_strategy",
     "poisson",
