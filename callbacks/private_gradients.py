@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from callbacks._private_plan import account, calibrated, make_plan
 from callbacks._private_step import (
     Clipper,
     check_module,
@@ -19,19 +20,9 @@ from callbacks._private_step import (
     flatten,
     write_gradients,
 )
-from lightning_modules.components.privacy.accountants import (
-    Accountant,
-    CyclicPoissonAccountant,
-    GaussianAccountant,
-    calibrate_cyclic,
-    calibrate_gaussian,
-    calibrate_poisson,
-    grid_step,
-    poisson,
-)
+from lightning_modules.components.privacy.accountants import Accountant
 from lightning_modules.components.privacy.amplification import PoissonAccountant, Tail
 from lightning_modules.components.privacy.noise import NoiseStream, WhiteNoise
-from lightning_modules.components.privacy.participation import Participation
 from lightning_modules.components.privacy.strategies import Identity, parse_strategy
 from lightning_modules.components.privacy.strategy import Strategy
 
@@ -200,7 +191,16 @@ class PrivateGradients(Callback):
                 f"parameter {frozen[0]} is frozen but in the optimiser: leave frozen parameters "
                 "out of it, they cannot be added later"
             )
-        plan = self._make_plan(trainer)
+        plan = make_plan(
+            trainer,
+            self.strategy,
+            size=sum(p.numel() for p in self._parameters.values()),
+            sampling=self.sampling,
+            delta=self.delta,
+            clip_norm=self.clip_norm,
+            tail=self.tail,
+            delta1=self.delta1,
+        )
         restored = self._restored
         if restored is not None:
             self._check_same(restored["plan"], plan)
@@ -219,7 +219,7 @@ class PrivateGradients(Callback):
         self.delta = plan["delta"]
         self._calibrate(trainer, plan)
         assert self.sigma is not None
-        self.accountant = self._account(plan, self.sigma)
+        self.accountant = account(plan, self.strategy, self.sigma)
         order = getattr(trainer.train_dataloader, "order", None)
         if self.sampling == "cyclic_poisson" and order is not None:
             order.groups = plan["groups"]
@@ -244,52 +244,6 @@ class PrivateGradients(Callback):
                 "logged here covers this run alone"
             )
 
-    def _make_plan(self, trainer: Trainer) -> dict[str, Any]:
-        """Everything the guarantee depends on; equal in a resumed run."""
-        loader = trainer.train_dataloader
-        order: Any = getattr(loader, "order", None)
-        scheme = getattr(order, "scheme", None)
-        if scheme is None and hasattr(order, "shuffle") and hasattr(order, "world_size"):
-            scheme = "shuffle" if order.shuffle else "sequential"
-        if scheme != self.sampling:
-            what = f"draws batches by '{scheme}'" if scheme else "draws batches in its own way"
-            raise MisconfigurationException(
-                f"PrivateGradients accounts for sampling='{self.sampling}' but the data loader "
-                f"{what}: set data.sampling={self.sampling} (a SuiteDataModule has all of them) "
-                "or declare the loader's own scheme here"
-            )
-        steps = trainer.estimated_stepping_batches
-        if not math.isfinite(steps) or steps < 1:
-            raise MisconfigurationException(
-                "noise is calibrated for a number of steps known before training: set "
-                "trainer.max_epochs or trainer.max_steps"
-            )
-        n, size = int(steps), int(order.size)
-        expected = int(getattr(order, "expected", 0) or order.batch_size * order.world_size)
-        delta = 1.0 / (10 * size) if self.delta is None else self.delta
-        if delta >= 1.0 / size:
-            rank_zero_warn(
-                f"delta={delta:g} is at least 1/{size}, one over the number of examples: releasing "
-                "one example at random would satisfy such a guarantee"
-            )
-        per_epoch = min(int(trainer.num_training_batches), n)
-        bands = self.strategy.bands(n) if self.sampling == "cyclic_poisson" else 0
-        return {
-            "n": n,
-            "examples": size,
-            "expected": expected,
-            "per_epoch": per_epoch,
-            "epochs": math.ceil(n / per_epoch),
-            "delta": delta,
-            "clip_norm": self.clip_norm,
-            "sampling": self.sampling,
-            "tail": self.tail,
-            "delta1": self.delta1,
-            "strategy": self.strategy.describe(),
-            "groups": bands,
-            "size": sum(p.numel() for p in self._parameters.values()),
-        }
-
     def _check_same(self, old: dict[str, Any], new: dict[str, Any]) -> None:
         for name, value in new.items():
             if name in old and old[name] != value:
@@ -311,38 +265,14 @@ class PrivateGradients(Callback):
                     "with the same value"
                 )
 
-    def _account(self, plan: dict[str, Any], sigma: float) -> Accountant:
-        n, delta, p = plan["n"], plan["delta"], plan["expected"] / plan["examples"]
-        if self.sampling in ("poisson", "cyclic_poisson"):
-            step = grid_step(self.strategy, n, sigma)
-            if self.sampling == "poisson":
-                return poisson(self.strategy, n, p, sigma, delta, self.delta1, self.tail, step)
-            groups = plan["groups"]
-            return CyclicPoissonAccountant(self.strategy, n, p, sigma, delta, groups, step)
-        return GaussianAccountant(self.strategy, n, self._participation(plan), sigma, delta)
-
-    def _participation(self, plan: dict[str, Any]) -> Participation:
-        if self.sampling == "shuffle":  # once an epoch, anywhere in it
-            return Participation(plan["epochs"], 1)
-        return Participation(plan["epochs"], plan["per_epoch"], fixed_order=True)
-
     def _calibrate(self, trainer: Trainer, plan: dict[str, Any]) -> None:
-        if self.sigma is not None:
-            return
-        assert self.target_epsilon is not None
-        target, delta, sigma = self.target_epsilon, plan["delta"], 0.0
-        if trainer.is_global_zero:
-            n, p = plan["n"], plan["expected"] / plan["examples"]
-            if self.sampling == "poisson":
-                sigma = calibrate_poisson(
-                    self.strategy, n, p, target, delta, self.delta1, self.tail
-                )
-            elif self.sampling == "cyclic_poisson":
-                sigma = calibrate_cyclic(self.strategy, n, p, target, delta, plan["groups"])
-            else:
-                sens = self.strategy.sensitivity(n, self._participation(plan))
-                sigma = calibrate_gaussian(target, delta, sens)
-        self.sigma = float(trainer.strategy.broadcast(sigma))
+        """Sigma from the target, found on one rank and told to the others."""
+        if self.sigma is None:
+            assert self.target_epsilon is not None
+            sigma = 0.0
+            if trainer.is_global_zero:
+                sigma = calibrated(plan, self.strategy, self.target_epsilon)
+            self.sigma = float(trainer.strategy.broadcast(sigma))
 
     # ------------------------------------------------------------------ training
 
