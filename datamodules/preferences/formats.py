@@ -35,7 +35,7 @@ class Example(NamedTuple):
         numbers: Optional columns, see `NUMBERS`.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]
     prompt: Text
     chosen: Text | None
     rejected: Text | None

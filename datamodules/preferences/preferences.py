@@ -222,12 +222,12 @@ class Preferences(SuiteDataModule):
         sizes = {"train": self.n_train or 768, "val": self.n_val or 256, "test": self.n_val or 256}
         for number, (name, size) in enumerate(sizes.items()):
             rng = np.random.default_rng([self.seed, number])
-            make = {
+            makers: dict[str, Any] = {
                 "pairs": self.toy.pairs,
                 "demonstrations": self.toy.demonstrations,
                 "prompts": self.toy.prompts,
-            }[self.task_name]
-            self.records[name] = make(size, rng)
+            }
+            self.records[name] = makers[self.task_name](size, rng)
         rng = np.random.default_rng([self.seed, 9])
         self.prompts = self.toy.prompts(self.n_prompts or 192, rng)
 

@@ -56,10 +56,10 @@ def fit(weight: Tensor, degree: int = 1) -> Tensor:
         optimizer.zero_grad()
         score = basis @ theta
         loss = -(weight * logsigmoid(GAMMA * (score[:, None] - score[None]))).sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
     return (log_poisson(LONGEST, SFT_MEAN) + basis @ theta.detach()).log_softmax(-1)
 
 

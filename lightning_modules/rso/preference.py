@@ -174,7 +174,7 @@ class PreferenceModule(PaperModule):
         """Shard policy and reference under `ModelParallelStrategy` (FSDP2)."""
         mesh = getattr(self, "_device_mesh", None)
         for part in (self.policy, self.reference):
-            if part is not None and hasattr(part, "backbone"):
+            if isinstance(part, LanguagePolicy):
                 shard_language_model(part.backbone, mesh)
 
     def default_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:

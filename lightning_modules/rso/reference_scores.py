@@ -133,7 +133,7 @@ def unpack(packed: dict[str, Tensor]) -> list[PairRecord]:
     """Inverse of `pack`."""
     columns: dict[str, list[Any]] = {}
     for name in ("prompt", "chosen", "rejected"):
-        parts = packed[name].split(packed[f"{name}_lengths"].tolist())
+        parts = torch.split(packed[name], packed[f"{name}_lengths"].tolist())
         columns[name] = [part.tolist() for part in parts]
     for name in ("index", "margin", "reward_chosen", "reward_rejected"):
         columns[name] = packed[name].tolist()

@@ -26,7 +26,7 @@ class Selection(NamedTuple):
     """
 
     indices: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
     passes: Tensor
 
     def rows(self) -> list[list[int]]:
@@ -212,7 +212,7 @@ def rejection_passes(
     indices = torch.full((prompts, n_select), -1, dtype=torch.int64, device=device)
     count = torch.zeros(prompts, dtype=torch.int64, device=device)
     passes = count.clone()
-    scaled = (rewards.double() / _column(beta, rewards)).masked_fill_(~remaining, -torch.inf)
+    scaled = (rewards / _column(beta, rewards)).masked_fill_(~remaining, -torch.inf)
     wanted = remaining.sum(-1).clamp(max=n_select)
     active = wanted.nonzero().view(-1)
     for turn in range(n_select):

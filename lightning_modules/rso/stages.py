@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -245,7 +245,7 @@ class RewardRanking(PaperModule):
             )
         assert isinstance(self.template, dict)
         pieces = {k: tuple(v) if isinstance(v, list) else v for k, v in self.template.items()}
-        template = ComparisonTemplate(**pieces)
+        template = ComparisonTemplate(**cast(dict[str, Any], pieces))
         self.reward = PairwiseReward(backbone, template, self.pad_token_id, self.swap)
 
     def setup(self, stage: str) -> None:

@@ -180,7 +180,7 @@ def add_lora(
     task = peft.TaskType.CAUSAL_LM if kind == "causal" else peft.TaskType.SEQ_2_SEQ_LM
     settings = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear", **options}
     if quantised:
-        model = peft.prepare_model_for_kbit_training(model)
+        model = peft.prepare_model_for_kbit_training(model)  # type: ignore[no-untyped-call]
     return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **settings))  # type: ignore[arg-type,no-any-return]
 
 
@@ -195,8 +195,8 @@ def _quantisation(kind: str) -> Any:
     from transformers import BitsAndBytesConfig
 
     if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

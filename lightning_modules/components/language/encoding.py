@@ -45,7 +45,7 @@ class PreferenceBatch(NamedTuple):
         margin: `(batch,)` float, r(chosen) - r(rejected) or a human margin; NaN when not given.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     prompt_input_ids: Tensor
     prompt_attention_mask: Tensor
     chosen_input_ids: Tensor
@@ -70,7 +70,7 @@ class PromptBatch(NamedTuple):
         target_mask: `(batch, response)` int64.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     prompt_input_ids: Tensor
     prompt_attention_mask: Tensor
     target_ids: Tensor
@@ -87,7 +87,7 @@ class SupervisedBatch(NamedTuple):
         labels: `(batch, length)` int64, -100 outside the response.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
@@ -259,7 +259,7 @@ class PreferenceCollator:
             [row["chosen"] for row in rows] + [row["rejected"] for row in rows],
             self.pad_id,
         )
-        chosen, rejected = zip(*(x.chunk(2) for x in both), strict=True)
+        (ids, other_ids), (mask, other_mask), (labels, other_labels) = (x.chunk(2) for x in both)
         left, left_mask = pad(prompts, self.pad_id, left=True)
 
         def column(name: str) -> Tensor:
@@ -272,8 +272,12 @@ class PreferenceCollator:
             torch.tensor([row.get("index", i) for i, row in enumerate(rows)]),
             left,
             left_mask,
-            *chosen,
-            *rejected,
+            ids,
+            mask,
+            labels,
+            other_ids,
+            other_mask,
+            other_labels,
             column("ref_chosen_logps"),
             column("ref_rejected_logps"),
             torch.where(margin.isnan(), gap, margin),

@@ -86,7 +86,7 @@ class _GatherLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, rows: int) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        normaliser = torch.cat([part.to(wide).logsumexp(-1) for part in logits.split(rows)])
+        normaliser = torch.cat([part.to(wide).logsumexp(-1) for part in torch.split(logits, rows)])
         picked = logits.gather(-1, labels[:, None]).squeeze(-1).to(wide)
         ctx.save_for_backward(logits, labels, normaliser)
         ctx.rows = rows
@@ -98,7 +98,8 @@ class _GatherLogprobs(torch.autograd.Function):
         logits, labels, normaliser = ctx.saved_tensors
         out = torch.empty_like(logits)
         parts = zip(
-            *(x.split(ctx.rows) for x in (logits, labels, normaliser, grad, out)), strict=True
+            *(torch.split(x, ctx.rows) for x in (logits, labels, normaliser, grad, out)),
+            strict=True,
         )
         for scores, label, norm, weight, target in parts:
             probability = (scores.to(norm.dtype) - norm[:, None]).exp_().mul_(-weight[:, None])
@@ -118,7 +119,7 @@ def gather_logprobs(logits: Tensor, labels: Tensor, chunk: int = 1024) -> Tensor
     Returns:
         `(...)` in float32 (float64 for float64 logits).
     """
-    flat = _GatherLogprobs.apply(
+    flat = _GatherLogprobs.apply(  # type: ignore[no-untyped-call]
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), max(1, chunk)
     )
     return flat.view(labels.shape)  # type: ignore[no-any-return]
@@ -155,7 +156,7 @@ def head_logprobs(
 
     if hidden.shape[0] == 0:
         return hidden.sum(-1)
-    pieces = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    pieces = zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
     if torch.is_grad_enabled():
         return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in pieces])
     return torch.cat([part(h, y) for h, y in pieces])

@@ -64,9 +64,9 @@ class LogprobCache:
         """Write `(pairs,)` log-probabilities with the three fingerprints, in one step."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial.npz")
-        np.savez(
-            partial, chosen=chosen.cpu().double(), rejected=rejected.cpu().double(), **self.key
-        )  # type: ignore[arg-type]
+        values: dict[str, Any] = {"chosen": chosen, "rejected": rejected}
+        values = {name: value.cpu().double().numpy() for name, value in values.items()} | self.key
+        np.savez(partial, **values)
         partial.replace(self.path)
         return self.path
 

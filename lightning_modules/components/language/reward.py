@@ -298,7 +298,7 @@ class PairwiseReward(nn.Module):
 
 def logit(probability: Tensor) -> Tensor:
     """Log-odds log p - log(1 - p)."""
-    return torch.special.logit(probability)
+    return torch.log(probability) - torch.log1p(-probability)
 
 
 def swapped_logit(forward: Tensor, backward: Tensor) -> Tensor:

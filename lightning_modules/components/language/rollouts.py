@@ -27,7 +27,7 @@ class Rollout(NamedTuple):
         finish: `(rows,)` int64, see `LENGTH`, `EOS`, `STOP`.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     candidate: Tensor
     ids: Tensor
     mask: Tensor
@@ -89,7 +89,7 @@ class _Drawer:
     support: Support
     eos: Sequence[int]
     seed: int
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     candidate: Tensor
     start: int | None = None
     logps: Tensor = field(init=False)
@@ -255,7 +255,7 @@ def _call(
     recomputing = bool(getattr(inner, flag, False))
     # A hub model's own generation config may hold warpers (top-k, repetition penalty) that would
     # change the distribution behind the sampler's back: it is set aside for the call.
-    inner.generation_config = GenerationConfig(
+    inner.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         num_beams=1,
         max_new_tokens=drawer.sampling.max_new_tokens,
