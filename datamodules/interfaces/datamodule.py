@@ -1,28 +1,23 @@
 """Protein interfaces as residue graphs: for pre-training, ddG labels, scans and case studies."""
 
-import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 import torch
 
-from datamodules.base import Order, SuiteDataModule, split
+from datamodules.base import Order, SuiteDataModule
+from datamodules.base import split as random_split
+from datamodules.interfaces.assembly import Assembly, Tables, embeddings, make_folds
 from datamodules.interfaces.files import load_tables
-from datamodules.interfaces.graphs import (
-    Label,
-    ResidueTable,
-    build_graph,
-    place_labels,
-    residue_table,
-)
-from datamodules.interfaces.idist import THRESHOLDS, deduplicate, embed
-from datamodules.interfaces.mutations import parse_mutation, place, single_mutations
+from datamodules.interfaces.graphs import Label, ResidueTable, residue_table
+from datamodules.interfaces.idist import THRESHOLDS, deduplicate
+from datamodules.interfaces.mutations import parse_mutation
 from datamodules.interfaces.potts import PottsInterfaces, sample_interfaces
 from datamodules.interfaces.sets import Entry, InterfaceSet, NodeBudgetOrder
-from datamodules.interfaces.skempi import interface_name, partners_of, read_labels, report_match
-from datamodules.interfaces.splits import Folds, check_folds, choose, cluster_folds, read_folds
+from datamodules.interfaces.skempi import interface_name, read_labels
+from datamodules.interfaces.splits import Folds, check_folds, choose, read_folds
 from datamodules.interfaces.structure import parse_structure
 from datamodules.interfaces.vendored import asset, shipped_tables
 
@@ -35,15 +30,6 @@ CASE_COLUMNS = {
     "sars": ("stabilizing", "stabilizing"),
     "sak": ("Activity enhancement", "2x activity enhancement"),
 }
-HELD_OUT = {
-    "Barnase": ("1X1W_A_D", "1X1X_A_D", "1B3S_A_D", "1B2U_A_D", "1B2S_A_D", "1BRS_A_D"),
-    "C. thermophilum YTM1": ("5CXB_A_B", "5CYK_A_B"),
-    "Complement C3d": ("2NOJ_A_B", "2GOX_A_B", "3D5R_A_C", "3D5S_A_C"),
-    "E6AP": ("1C4Z_ABC_D",),
-    "dHP1 Chromodomain": ("1KNE_A_P",),
-}
-"""The five held-out proteins of the test fold and their complexes."""
-_PROTEIN = {name: protein for protein, names in HELD_OUT.items() for name in names}
 
 
 class Interfaces(SuiteDataModule):
@@ -88,6 +74,8 @@ class Interfaces(SuiteDataModule):
         chains: `files`: chains to cut between, default those in the file name, else all.
         partners: chain ids of the binding sides, for example [A, HL]; default each chain for itself
             (SKEMPI complexes: their two sides).
+        split: `pretrain`: JSON split file of the pre-training interfaces, as those of PPIRef.
+        split_fold: the part of it to train on: fold names joined by `+`, `whole`, or a number.
         folds: JSON file of folds; default for `real` the published folds of SKEMPI, for `files` a
             random split by iDist clusters.
         train_folds: folds joined by `+`, `whole`, or `rest`: all that aren't for validation or
@@ -132,6 +120,8 @@ class Interfaces(SuiteDataModule):
         radius: float | None = None,
         chains: list[str] | None = None,
         partners: list[str] | None = None,
+        split: str | None = None,
+        split_fold: str = "whole",
         folds: str | None = None,
         train_folds: str = "0+1",
         val_folds: str = "2",
@@ -177,20 +167,20 @@ class Interfaces(SuiteDataModule):
             parse_mutation(text)
         self.task = task
         self.max_nodes_per_batch = max_nodes_per_batch
-        self.neighbors, self.vectors = neighbors, vectors
         self.structures, self.radius, self.chains = structures, radius, chains
-        self.partners, self.folds = partners, folds
+        self.folds = folds
+        self.split, self.split_fold = split, split_fold
         self.train_folds, self.val_folds, self.test_folds = train_folds, val_folds, test_folds
         self.labels, self.numbering = labels, numbering
         self.columns = (complex_column, mutation_column, ddg_column)
-        self.mutations, self.sites, self.outside = mutations, sites, outside
+        self.mutations, self.sites = mutations, sites
+        self.assembly = Assembly(neighbors, vectors, partners, outside)
         self.mutations_per_interface = mutations_per_interface
         self.deduplicate = deduplicate
         self.interfaces = interfaces
         self.labels_per_interface = labels_per_interface
         self.evaluation_labels = evaluation_labels
         self.residues_per_chain = residues_per_chain
-        self.group_names: list[str] = []
         # of a case study: known improving mutations, and those whose ranks are listed
         self.improving: list[str] = []
         self.reported: list[str] = []
@@ -198,6 +188,11 @@ class Interfaces(SuiteDataModule):
         self._ready = False
 
     # ------------------------------------------------------------------ what a module may ask for
+
+    @property
+    def group_names(self) -> list[str]:
+        """Complexes, or held-out proteins, by the group number of a mutation."""
+        return self.assembly.group_names
 
     @property
     def residue_counts(self) -> torch.Tensor:
@@ -237,37 +232,16 @@ class Interfaces(SuiteDataModule):
         sizes = self.train_set.sizes()
         return NodeBudgetOrder(sizes, self.max_nodes_per_batch, self.seed, rank, world_size)
 
-    def _entry(
-        self,
-        table: ResidueTable,
-        labels: Sequence[Label] = (),
-        partners: Sequence[str] | None = None,
-        outside: Literal["impute", "drop", "error"] | None = None,
-        skipped: list[str] | None = None,
-    ) -> Entry:
-        chosen = self.partners or partners
-        graph = build_graph(table, self.neighbors, self.vectors, chosen)
-        kept, nodes, inside, left = place_labels(
-            table, labels, outside or self.outside, skip_mismatch=skipped is not None
-        )
-        if skipped is not None:
-            skipped += left
-        return Entry(graph, tuple(kept), tuple(tuple(n) for n in nodes), tuple(inside))
-
-    def _group(self, name: str) -> int:
-        if name not in self.group_names:
-            self.group_names.append(name)
-        return self.group_names.index(name)
-
     def _setup_potts(self) -> None:
         held_out = 20
         total = self.interfaces + 2 * held_out
         data = self.potts = sample_interfaces(total, self.seed, self.residues_per_chain)
-        self.group_names = [data.table(number).name for number in range(total)]
+        self.assembly.group_names[:] = [data.table(number).name for number in range(total)]
 
         def entries(numbers: Iterable[int], count: int) -> list[Entry]:
+            build = self.assembly.entry
             return [
-                self._entry(data.table(i), data.labels(i, count, self.seed) if count else ())
+                build(data.table(i), data.labels(i, count, self.seed) if count else ())
                 for i in numbers
             ]
 
@@ -275,8 +249,7 @@ class Interfaces(SuiteDataModule):
         parts = np.split(np.arange(total), [held_out, 2 * held_out])
         test, val, train = (part.tolist() for part in parts)
         if self.task in ("scan", "mutations"):
-            tables = [data.table(number) for number in test]
-            self.predict_set = self.test_set = InterfaceSet([self._asked(t) for t in tables])
+            self._ask([data.table(number) for number in test])
             return
         supervised = self.task == "ddg"
         sample = self.mutations_per_interface if supervised else None
@@ -285,38 +258,31 @@ class Interfaces(SuiteDataModule):
         self.val_set = InterfaceSet(entries(val, self.evaluation_labels))
         self.test_set = InterfaceSet(entries(test, self.evaluation_labels))
 
-    def _asked(self, table: ResidueTable, partners: Sequence[str] | None = None) -> Entry:
-        """An interface with the mutations of a scan or of a list."""
-        if self.task == "mutations":
+    def _ask(self, tables: list[ResidueTable]) -> None:
+        """Interfaces with the mutations of a scan or of a list."""
+        if self.task == "scan":
+            entries = [self.assembly.scan(table, self.sites) for table in tables]
+        else:
             labels = [Label(parse_mutation(text)) for text in self.mutations or ()]
-            return self._entry(table, labels, partners)
-        keys = table.keys
-        wanted = {place(key): node for node, key in enumerate(keys)}
-        sites = self.sites or list(wanted)
-        unknown = [site for site in sites if site not in wanted]
-        if unknown:
-            raise ValueError(
-                f"{table.name}: site {unknown[0]!r} is not a residue of the interface; "
-                "write chain:number and insertion code, as in H:53 or H:52A"
-            )
-        labels = [
-            Label((point,))
-            for site in sites
-            for point in single_mutations(keys[wanted[site]], int(table.types[wanted[site]]))
-        ]
-        return self._entry(table, labels, partners)
+            entries = [self.assembly.entry(table, labels) for table in tables]
+        self.predict_set = self.test_set = InterfaceSet(entries)
 
     def _setup_case(self) -> None:
         name, file, partners = CASES[self.task]
         structure = parse_structure(asset(f"{name}.pdb.gz").read_bytes(), f"{name}.pdb.gz")
-        table = residue_table(structure)
         frame = pd.read_csv(asset(file))
         labels = [Label(parse_mutation(text)) for text in frame["Mutation(s)"]]
         known, listed = CASE_COLUMNS[self.task]
         self.improving = frame["Mutation(s)"][frame[known].astype(bool)].tolist()
         self.reported = frame["Mutation(s)"][frame[listed].astype(bool)].tolist()
-        self.predict_set = self.test_set = InterfaceSet([self._entry(table, labels, partners)])
-        self.group_names = [name]
+        entry = self.assembly.entry(residue_table(structure), labels, partners)
+        self.predict_set = self.test_set = InterfaceSet([entry])
+        self.assembly.group(name)
+
+    @property
+    def threshold(self) -> float:
+        """Distance (iDist) below which two interfaces are near duplicates, by extraction radius."""
+        return THRESHOLDS.get(self.radius or 10.0, 0.03)
 
     def _tables(self) -> dict[str, ResidueTable]:
         if self.source == "real":
@@ -326,42 +292,14 @@ class Interfaces(SuiteDataModule):
             self.structures, radius=self.radius, chains=self.chains, cache_dir=self.cache_dir
         )
 
-    def _embeddings(self, tables: dict[str, ResidueTable]) -> dict[str, Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # residues without neighbours: told once per data set
-            return {
-                name: embed(table.ca, table.types, table.chain) for name, table in tables.items()
-            }
-
-    @property
-    def threshold(self) -> float:
-        """Distance (iDist) below which two interfaces are near duplicates, by extraction radius."""
-        return THRESHOLDS.get(self.radius or 10.0, 0.03)
-
-    def _folds(self, names: list[str], tables: dict[str, ResidueTable]) -> Folds:
+    def _folds(self, names: list[str], tables: Tables) -> Folds:
         if self.folds is not None:
             return read_folds(self.folds)
         if self.source == "real":
             return read_folds(asset("skempi2_folds.json"))
-        if len(names) < 4:
-            everything = list(names)
-            return {"0": everything, "1": everything, "2": everything, "test": everything}
-        embedded = self._embeddings({name: tables[name] for name in names})
-        matrix = np.stack([embedded[name] for name in names])
-        shares = {"0": 0.35, "1": 0.35, "2": 0.15, "test": 0.15}
-        try:
-            return cluster_folds(names, matrix, self.threshold, shares, self.seed)
-        except ValueError:
-            # few clusters: no non-leaking split exists, and the user should know
-            warnings.warn(
-                "too few iDist clusters for folds without near duplicates; splitting at random",
-                stacklevel=2,
-            )
-            parts = split(len(names), [0.35, 0.35, 0.15], self.seed)
-            keys = ("0", "1", "2", "test")
-            return {k: [names[i] for i in p.tolist()] for k, p in zip(keys, parts, strict=True)}
+        return make_folds(names, tables, self.threshold, self.seed)
 
-    def _labels(self, tables: dict[str, ResidueTable]) -> pd.DataFrame | None:
+    def _labels(self, tables: Tables) -> pd.DataFrame | None:
         path = asset("ddg_labels.csv.gz") if self.source == "real" else self.labels
         if path is None:
             return None
@@ -372,135 +310,84 @@ class Interfaces(SuiteDataModule):
         ]
         return frame.assign(interface=names)
 
-    def _labelled(
-        self,
-        frame: pd.DataFrame,
-        names: Sequence[str],
-        tables: dict[str, ResidueTable],
-        by_protein: bool,
-        outside: Literal["impute", "drop", "error"],
-        what: str,
-    ) -> list[Entry]:
-        entries: list[Entry] = []
-        skipped: list[str] = []
-        total = matched = beyond = 0
-        for name, rows in frame[frame["interface"].isin(list(names))].groupby(
-            "interface", sort=False
-        ):
-            if name not in tables:
-                continue
-            labels = []
-            columns = rows[["complex", "mutation", "ddg", "protein"]].itertuples(index=False)
-            for origin, text, ddg, protein in columns:
-                group = _PROTEIN.get(origin, protein) if by_protein else origin
-                labels.append(Label(parse_mutation(text), float(ddg), self._group(str(group))))
-            origin = str(rows["complex"].iloc[0])
-            sides = partners_of(origin)
-            chains = set(tables[str(name)].chain.tolist())
-            known = chains <= set("".join(sides))
-            before = len(skipped)
-            total += len(labels)
-            entry = self._entry(
-                tables[str(name)], labels, sides if known else None, outside, skipped
-            )
-            # left out on purpose (outside the interface) is not a mismatch
-            problems = [s for s in skipped[before:] if "is not a residue of" not in s]
-            beyond += len(skipped) - before - len(problems) + entry.inside.count(False)
-            del skipped[before:]
-            skipped += problems
-            matched += len(labels) - len(problems)
-            if entry.labels:
-                entries.append(entry)
-        report_match(matched, total, skipped, what)
-        if beyond > 0.3 * total:
-            warnings.warn(
-                f"{what}: {beyond} of {total} mutations lie outside the interfaces; if the files "
-                "hold the whole structures, check the numbering column",
-                stacklevel=2,
-            )
-        return entries
-
     def _setup_tables(self) -> None:
         tables = self._tables()
         if self.task in ("scan", "mutations"):
-            chosen = (
-                list(tables)
-                if self.source == "files"
-                else choose(self._folds(list(tables), tables), self.test_folds)
-            )
-            entries = [self._asked(tables[name]) for name in chosen if name in tables]
-            self.predict_set = self.test_set = InterfaceSet(entries)
+            names = list(tables)
+            if self.source == "real":
+                names = choose(self._folds(names, tables), self.test_folds)
+            self._ask([tables[name] for name in names if name in tables])
             return
         frame = self._labels(tables)
-        labelled = set() if frame is None else set(frame["interface"])
-        if self.task == "ddg":
-            assert frame is not None
-            known = [name for name in tables if name in labelled]
-            if not known:
-                raise ValueError(
-                    f"none of the {len(labelled)} labelled interfaces is among the structures; "
-                    f"first label: {sorted(labelled)[0]}, first structure: {next(iter(tables))}"
-                )
-            folds = self._folds(known, tables)
-            self._setup_labelled(frame, folds, tables)
+        labelled = [] if frame is None else list(dict.fromkeys(frame["interface"]))
+        if self.task == "pretrain":
+            self._setup_pretraining(frame, labelled, tables)
             return
-        self._setup_pretraining(frame, labelled, tables)
+        assert frame is not None
+        known = [name for name in tables if name in set(labelled)]
+        if not known:
+            raise ValueError(
+                f"none of the {len(labelled)} labelled interfaces is among the structures; "
+                f"first label: {labelled[0]}, first structure: {next(iter(tables))}"
+            )
+        self._setup_labelled(frame, self._folds(known, tables), tables, len(known))
 
     def _setup_labelled(
-        self, frame: pd.DataFrame, folds: Folds, tables: dict[str, ResidueTable]
+        self, frame: pd.DataFrame, folds: Folds, tables: Tables, known: int
     ) -> None:
         train_folds = self.train_folds
         if train_folds == "rest":
             used = {*self.val_folds.split("+"), *self.test_folds.split("+")}
             train_folds = "+".join(name for name in folds if name not in used)
-        names = {
-            part: choose(folds, which, self.seed)
-            for part, which in (
-                ("train", train_folds),
-                ("val", self.val_folds),
-                ("test", self.test_folds),
-            )
-        }
-        if self.folds is not None or len(tables) >= 4:
+        chosen = {"train": train_folds, "val": self.val_folds, "test": self.test_folds}
+        names = {part: choose(folds, which, self.seed) for part, which in chosen.items()}
+        if self.folds is not None or self.source == "real" or known >= 4:
             check_folds(names)
-        train = self._labelled(frame, names["train"], tables, False, "drop", "training labels")
+        labelled = self.assembly.labelled
+        train = labelled(frame, names["train"], tables, "training labels", outside="drop")
         if not train:
             raise ValueError(f"train_folds={self.train_folds!r} has no labelled interface")
         self.train_set = InterfaceSet(train, self.mutations_per_interface, self.seed)
-        val = self._labelled(frame, names["val"], tables, False, self.outside, "validation labels")
-        test = self._labelled(frame, names["test"], tables, True, self.outside, "test labels")
-        self.val_set = InterfaceSet(val)
+        self.val_set = InterfaceSet(labelled(frame, names["val"], tables, "validation labels"))
+        test = labelled(frame, names["test"], tables, "test labels", by_protein=True)
         self.test_set = InterfaceSet(test)
 
     def _setup_pretraining(
-        self, frame: pd.DataFrame | None, labelled: set[str], tables: dict[str, ResidueTable]
+        self, frame: pd.DataFrame | None, labelled: list[str], tables: Tables
     ) -> None:
-        names = [name for name in tables if name not in labelled]
+        names = [name for name in tables if name not in set(labelled)]
+        if self.split is not None:
+            wanted = choose(read_folds(self.split), self.split_fold, self.seed)
+            missing = [name for name in wanted if name not in tables]
+            if missing:
+                raise ValueError(
+                    f"split={self.split!r} wants {len(missing)} interface(s) that are not among "
+                    f"the structures, first: {missing[0]}"
+                )
+            names = [name for name in wanted if name not in set(labelled)]
         if not names:
             raise ValueError("every interface has labels: nothing is left for pre-training")
         val: list[Entry] = []
         test: list[Entry] = []
         if frame is not None:
-            known = [name for name in tables if name in labelled]
-            folds = self._folds(known, tables)
-            parts = [f for f in folds if f != "test"] or list(folds)
+            folds = self._folds([name for name in tables if name in set(labelled)], tables)
+            parts = [fold for fold in folds if fold != "test"] or list(folds)
             chosen = [name for part in parts for name in folds[part]]
-            val = self._labelled(frame, chosen, tables, False, self.outside, "validation labels")
+            val = self.assembly.labelled(frame, chosen, tables, "validation labels")
             held = folds.get("test", [])
-            test = self._labelled(frame, held, tables, True, self.outside, "test labels")
+            test = self.assembly.labelled(frame, held, tables, "test labels", by_protein=True)
         if not val:
-            order = split(len(names), [0.9], self.seed)
+            order = random_split(len(names), [0.9], self.seed)
             held_out = {names[i] for i in order[1].tolist()}
-            val = [self._entry(tables[name]) for name in sorted(held_out)]
+            val = [self.assembly.entry(tables[name]) for name in sorted(held_out)]
             names = [name for name in names if name not in held_out]
         if self.deduplicate:
-            evaluated = {str(entry.graph.name) for entry in (*val, *test)}
-            embedded = self._embeddings({n: tables[n] for n in (*names, *sorted(evaluated))})
+            evaluated = sorted({str(entry.graph.name) for entry in (*val, *test)})
             # evaluated ones come last, and the last of a group stays
-            ordered = [*names, *sorted(evaluated)]
-            keep = deduplicate(np.stack([embedded[name] for name in ordered]), self.threshold)
-            names = [name for name, kept in zip(ordered, keep, strict=True) if kept]
-            names = [name for name in names if name not in evaluated]
-        self.train_set = InterfaceSet([self._entry(tables[name]) for name in names], seed=self.seed)
+            ordered = [*names, *evaluated]
+            keep = deduplicate(embeddings(tables, ordered), self.threshold)
+            names = [name for name, kept in zip(names, keep, strict=False) if kept]
+        train = [self.assembly.entry(tables[name]) for name in names]
+        self.train_set = InterfaceSet(train, seed=self.seed)
         self.val_set = InterfaceSet(val)
         self.test_set = InterfaceSet(test or val)

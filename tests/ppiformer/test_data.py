@@ -307,6 +307,20 @@ def test_real_pretraining_has_no_near_duplicate_of_evaluation():
     assert leaks(embedded(loose.train_set.entries), held_out, 0.03)
 
 
+def test_split_file_of_pretraining(tmp_path):
+    names = [name for name in shipped_tables() if "_" in name][-12:]
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps({"source": "x", "folds": {"a": names[:4], "b": names[4:]}}))
+    options = {"source": "real", "split": str(path), "deduplicate": False, "batch_size": 2}
+    for fold, size in (("a", 4), ("a+b", 12), ("5", 5)):
+        data = Interfaces(split_fold=fold, **options)
+        data.setup()
+        assert len(data.train_set) == size
+    path.write_text(json.dumps({"folds": {"a": [names[0], "9zzz_A_B"]}}))
+    with pytest.raises(ValueError, match="first: 9zzz_A_B"):
+        Interfaces(**options).setup()
+
+
 def test_case_studies_load():
     for task, rows, inside, improving in (("sars", 494, 475, 5), ("sak", 80, 80, 20)):
         data = Interfaces(source="real", task=task)
