@@ -1,7 +1,7 @@
 """A federated round of all clients at once against a plain loop over the clients.
 
-Both do the same mathematics at the size of MovieLens-100K (943 clients, 1682 items, width 32, 100 000
-positives with 4 negatives each, 10 local epochs), on synthetic data, on one thread, in one run. The
+Both do the same mathematics at the size of MovieLens-100K (943 clients, 1682 items, width 32,
+100 000 positives with 4 negatives each, 10 local epochs), on synthetic data, on one thread, in one run. The
 loop is what one writes in PyTorch: autograd, dense tables, dense SGD with weight decay, one client
 after the other; it runs on a part of the clients and is scaled to all of them.
 
@@ -131,9 +131,7 @@ def main() -> None:
         federation.finish_round()
         times.append(time.process_time() - start)
     ours = min(times[1:])
-    print(
-        f"plain loop   {loop:8.2f} CPU s a round ({arguments.clients} clients timed, {USERS} in all)"
-    )
+    print(f"plain loop   {loop:8.2f} CPU s a round ({arguments.clients} of {USERS} clients timed)")
     print(f"vectorised   {ours:8.2f} CPU s a round (best of {arguments.rounds})")
     print(f"ratio        {loop / ours:8.1f}")
 

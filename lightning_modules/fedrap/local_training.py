@@ -79,6 +79,31 @@ class BlockResult(NamedTuple):
     common_shift: Tensor
 
 
+class _Batch(NamedTuple):
+    """One local batch of every client, with what stays the same whenever it is fed again.
+
+    ``share`` and ``positive_share`` are weight and positive weight over the batch size, ``scale``
+    the weight of a row in the regularisers over their normaliser.
+    """
+
+    weight: Tensor
+    positive: Tensor
+    size: Tensor
+    share: Tensor
+    positive_share: Tensor
+    scale: Tensor
+
+
+def _prepared(
+    weight: Tensor, positive: Tensor, mask: Tensor, width: int, objective: Objective
+) -> _Batch:
+    size = weight.sum(1)
+    at_least_one = size.clamp_min(1.0)[:, None]
+    rows, count = regulariser_rows(weight, mask, objective)
+    scale = rows / (count * (width if objective.reduction == "mean" else 1))
+    return _Batch(weight, positive, size, weight / at_least_one, positive / at_least_one, scale)
+
+
 class _Gradients(NamedTuple):
     loss: Tensor
     personal: Tensor | None
@@ -127,22 +152,18 @@ def train_block(
     step_sizes = vector.new_tensor(settings.step_decay).pow(
         torch.arange(settings.epochs * block.slots_per_epoch + 1, device=vector.device)
     )
+    prepared: dict[int, _Batch] = {}
     for epoch in range(settings.epochs):
-        for weight, positive in block.batches(epoch, vector.dtype):
-            size = weight.sum(1)
+        for slot, (weight, positive) in enumerate(block.batches(epoch, vector.dtype)):
+            batch = prepared.get(slot)
+            if batch is None or batch.weight is not weight:
+                batch = _prepared(weight, positive, block.mask, width, settings.objective)
+                prepared[slot] = batch
+            size = batch.size
             active = alive & (size > 0)
             step = step_sizes[steps] * active
             loss, vector, bias = _step(
-                personal,
-                common,
-                vector,
-                bias,
-                weight,
-                positive,
-                block.mask,
-                step,
-                scratch,
-                settings,
+                personal, common, vector, bias, batch, block.mask, step, scratch, settings
             )
             if settings.objective.proximal and settings.objective.mu:
                 amount = step * settings.lr_common * settings.objective.mu
@@ -184,8 +205,7 @@ def _step(
     common: Tensor,
     vector: Tensor,
     bias: Tensor,
-    weight: Tensor,
-    positive: Tensor,
+    batch: _Batch,
     mask: Tensor,
     step: Tensor,
     scratch: tuple[Tensor, Tensor],
@@ -199,7 +219,14 @@ def _step(
     network = (step * settings.lr_network)[:, None]
     if not settings.objective.closed_form:
         grads = autograd_gradients(
-            personal, common, vector, bias, weight, positive, mask, settings.objective
+            personal,
+            common,
+            vector,
+            bias,
+            batch.weight,
+            batch.positive,
+            mask,
+            settings.objective,
         )
         if settings.trains_personal and grads.personal is not None:
             rate = (step * settings.lr_personal)[:, None, None]
@@ -211,7 +238,7 @@ def _step(
         new_bias = bias - network[:, 0] * (grads.bias + settings.decay_network * bias)
         return grads.loss, new_vector, new_bias
     return _closed_form_step(
-        personal, common, vector, bias, weight, positive, mask, step, network, scratch, settings
+        personal, common, vector, bias, batch, step, network, scratch, settings
     )
 
 
@@ -220,27 +247,22 @@ def _closed_form_step(
     common: Tensor,
     vector: Tensor,
     bias: Tensor,
-    weight: Tensor,
-    positive: Tensor,
-    mask: Tensor,
+    batch: _Batch,
     step: Tensor,
     network: Tensor,
     scratch: tuple[Tensor, Tensor],
     settings: LocalTraining,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    objective, width = settings.objective, vector.shape[1]
-    size = weight.sum(1, keepdim=True).clamp_min(1.0)
+    objective, scale = settings.objective, batch.scale
     both = settings.trains_personal and settings.trains_common
     # Fresh memory costs more than the arithmetic on it: large results go into two scratch tables.
     first, second = scratch
     view = common if not settings.trains_personal else torch.add(personal, common, out=first)
     logits = torch.bmm(view, vector[..., None])[..., 0] + bias[:, None]
-    loss = cross_entropy(logits, weight, positive, objective.saturating).sum(1) / size[:, 0]
-    slope = cross_entropy_slope(logits, weight, positive, objective.saturating) / size
+    shares = batch.share, batch.positive_share
+    loss = cross_entropy(logits, *shares, objective.saturating).sum(1)
+    slope = cross_entropy_slope(logits, *shares, objective.saturating)
     vector_grad = torch.bmm(slope[:, None], view)[:, 0]
-    rows, count = regulariser_rows(weight, mask, objective)
-    scale = rows / (count * (width if objective.reduction == "mean" else 1))
-
     apart = None
     if objective.independence and both:
         apart = torch.sub(personal, common, out=first)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -319,13 +319,11 @@ class FedRAP(RecommenderModule):
             return
         state = ranks.whole_state(self.federation)
         checkpoint["state_dict"].update({_PREFIX + name: x for name, x in state.items()})
-        if self.federation.uploads:
+        if self.federating.server.kind == "median":
+            uploads = list(self.federation.stacked_uploads())
             if self.federation.world_size > 1:
-                rank_zero_warn(
-                    "server='median': a checkpoint in the middle of a round keeps the uploads "
-                    "of rank 0 only"
-                )
-            checkpoint["fedrap_uploads"] = list(self.federation.stacked_uploads())
+                uploads = [ranks.concatenate_over_ranks(part) for part in uploads]
+            checkpoint["fedrap_uploads"] = uploads
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take this rank's clients."""
@@ -340,7 +338,7 @@ class FedRAP(RecommenderModule):
         checkpoint["state_dict"] = {**stored, **{_PREFIX + name: x for name, x in part.items()}}
         if "fedrap_uploads" in checkpoint and not self.federation.rank:
             owner, item, rows = checkpoint["fedrap_uploads"]
-            self.federation.uploads = [(owner, item, rows)]
+            self.federation.uploads = [(owner, item, rows)] if len(owner) else []
 
     def _check_sizes(self, state: Mapping[str, Tensor]) -> None:
         found = {

@@ -63,8 +63,9 @@ class DensePersonal(nn.Module):
     ) -> None:
         """Shrink the whole tables of some clients by ``decay``, then set their touched rows."""
         if bool((decay != 1).any()):
-            chosen = self.table.unbind(0)
-            torch._foreach_mul_([chosen[i] for i in client.tolist()], decay.tolist())
+            # In place on every client's own slice: one pass over memory and no copy.
+            for number, factor in zip(client.tolist(), decay.tolist(), strict=True):
+                self.table[number].mul_(factor)
         self._set(client, item, mask, rows)
 
     def replace(

@@ -243,7 +243,7 @@ def test_candidates_are_unseen_and_drawn_once():
 def test_repeat_keeps_every_line_and_ranks_all_items():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        data = Interactions(target="repeat", max_items=100, user_items=[10, 90], max_users=50)
+        data = Interactions(target="repeat", max_items=200, user_items=[10, 90], max_users=50)
         data.setup()
     batch = data.test_set[list(range(data.n_users))]
     assert len(batch.seen) == 0
