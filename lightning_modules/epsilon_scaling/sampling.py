@@ -115,6 +115,12 @@ class SamplesImages(PaperModule):
             raise ValueError(
                 "num_classes is set, but the batch has no labels y; give labels or drop it"
             )
+        assert isinstance(labels, Tensor)
+        return labels
+
+    def _check_labels(self, labels: Tensor) -> None:
+        # Reads values, which would make an accelerator wait: not in every step.
+        assert self.num_classes is not None
         if (
             labels.is_floating_point()
             or int(labels.min()) < 0
@@ -124,8 +130,6 @@ class SamplesImages(PaperModule):
                 f"labels must be integers below num_classes = {self.num_classes}, "
                 f"got {labels.dtype} from {labels.min().item()} to {labels.max().item()}"
             )
-        assert isinstance(labels, Tensor)
-        return labels
 
     def _check_once(self, batch: Images, stage: str) -> None:
         if self._checked_stage == stage:
@@ -135,6 +139,9 @@ class SamplesImages(PaperModule):
             raise ValueError(
                 f"images of shape {list(batch.x.shape[1:])} for a model of {list(self.image_shape)}"
             )
+        labels = self._labels(batch)
+        if labels is not None:
+            self._check_labels(labels)
         self._checked_stage = stage
 
     def _positions(self, count: int) -> Tensor:
@@ -367,6 +374,7 @@ class SamplesImages(PaperModule):
 
     def predict_step(self, batch: Images, batch_idx: int) -> Samples:
         """Samples, `samples_per_image` for each image (and its label) of the batch."""
+        self._check_once(batch, "predict")
         positions, labels = self._repeated(batch)
         images = to_uint8(self.sample(positions, labels))
         return Samples(images.cpu(), None if labels is None else labels.cpu())
