@@ -94,7 +94,7 @@ class NoiseStream:
         """Everything a resumed run needs: the time and the correlator's buffers."""
         return {
             "time": self.time,
-            "buffers": {k: v.cpu() for k, v in self.correlator.state().items()},
+            "buffers": {k: v.cpu().clone() for k, v in self.correlator.state().items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
