@@ -127,7 +127,7 @@ class RSO(PreferenceModule):
         group: int = 16,
         pairs_dir: str | None = None,
         evaluate_every: int = 1,
-        chunk: int = 1024,
+        chunk: int = 256,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["step", "epoch"] = "step",

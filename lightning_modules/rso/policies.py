@@ -158,7 +158,7 @@ class LanguagePolicy(nn.Module):
         eos: int | list[int],
         pad_id: int,
         allowed: tuple[int, ...] | None = None,
-        chunk: int = 1024,
+        chunk: int = 256,
     ) -> None:
         super().__init__()
         self.backbone = build_backbone(config)
@@ -239,7 +239,7 @@ def build_policy(
     eos: int | list[int] | None = None,
     pad_id: int | None = None,
     allowed: list[int] | None = None,
-    chunk: int = 1024,
+    chunk: int = 256,
 ) -> Policy:
     """The policy by name; the same arguments give the same weights.
 

@@ -86,7 +86,7 @@ class PreferenceModule(PaperModule):
         max_new_tokens: int | None = None,
         rows: int = 256,
         evaluate_every: int = 1,
-        chunk: int = 1024,
+        chunk: int = 256,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["step", "epoch"] = "step",

@@ -64,7 +64,7 @@ class SupervisedFineTuning(PaperModule):
         pad_token_id: int | None = None,
         allowed_tokens: list[int] | None = None,
         export_to: str | None = None,
-        chunk: int = 1024,
+        chunk: int = 256,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["step", "epoch"] = "step",

@@ -108,7 +108,7 @@ class _GatherLogprobs(torch.autograd.Function):
         return out, None, None
 
 
-def gather_logprobs(logits: Tensor, labels: Tensor, chunk: int = 1024) -> Tensor:
+def gather_logprobs(logits: Tensor, labels: Tensor, chunk: int = 256) -> Tensor:
     """Log-probability of one label per row of logits, without a log-softmax of the whole.
 
     Args:
@@ -130,7 +130,7 @@ def head_logprobs(
     head: Callable[[Tensor], Tensor],
     labels: Tensor,
     support: Support | None = None,
-    chunk: int = 1024,
+    chunk: int = 256,
 ) -> Tensor:
     """Log-probability of one label per hidden state; the logits are never kept.
 
@@ -173,7 +173,7 @@ def sequence_logprobs(
     attention_mask: Tensor,
     labels: Tensor,
     support: Support | None = None,
-    chunk: int = 1024,
+    chunk: int = 256,
 ) -> SequenceLogprobs:
     """Sequence log-probability `sum_t log pi(y_t | x, y_<t)` over the labelled tokens.
 
