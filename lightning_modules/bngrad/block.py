@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_modules.bngrad.activations import activation_spec
-from lightning_modules.bngrad.norms import Scale, build_norm
+from lightning_modules.bngrad.norms import BatchNorm, Scale, build_norm
 
 __all__ = ["ORDERS", "Block"]
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
         momentum: Weight of the newest batch in them.
         skip: Factor of the input added to the output (0: plain, 1: residual block).
         learnable_gain: Whether the gain is a parameter.
-        validate: Whether the norm looks for zero features in every batch.
+        deferred: See `BatchNorm`: a network of many blocks does its bookkeeping at once.
 
     Raises:
         ValueError: For an argument out of range.
@@ -58,7 +58,7 @@ class Block(nn.Module):
         momentum: float = 0.1,
         skip: float = 0.0,
         learnable_gain: bool = False,
-        validate: bool = True,
+        deferred: bool = False,
     ) -> None:
         super().__init__()
         if order not in ORDERS:
@@ -69,7 +69,7 @@ class Block(nn.Module):
         self.order, self.skip, self.shaped = order, skip, spec.shaped
         self.linear = nn.Linear(in_features, width, bias=bias)
         self.norm = build_norm(
-            norm, width, center, scale, eps, sync_stats, track_running_stats, momentum, validate
+            norm, width, center, scale, eps, sync_stats, track_running_stats, momentum, deferred
         )
         self.activation = spec.build()
         # a plain number unless trained: exact in every precision
@@ -84,6 +84,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `(n, in_features)` to `(n, width)`."""
+        if self.order == "norm_act" and isinstance(self.norm, BatchNorm) and not self.shaped:
+            # as in `states`, but the norm's kernel multiplies by the gain
+            out: Tensor = self.activation(self.norm(self.linear(x), self.gain))
+            return out + self.skip * x if self.skip else out
         return self.states(x)[-1]
 
     def states(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,8 +20,8 @@ from lightning_modules.bngrad.norms import (
     SampleNorm,
     Scale,
     frozen_statistics,
+    settle,
     world_size,
-    zero_feature_message,
 )
 
 __all__ = ["DeepBNMLP", "Hidden", "power_law_gains"]
@@ -160,7 +160,7 @@ class DeepBNMLP(nn.Module):
                 momentum,
                 skip if layer else 0.0,
                 learnable_gains,
-                validate=False,
+                deferred=True,
             )
             for layer, gain in enumerate(gains)
         )
@@ -247,8 +247,7 @@ class DeepBNMLP(nn.Module):
         if self.rescale_logits and self.order == "norm_act":
             last = self._blocks[-1].gain
             logits = logits / (last.detach() if isinstance(last, Tensor) else last)
-        if not torch.compiler.is_compiling():
-            self._check_statistics(inputs, logits)
+        self._settle(inputs, logits)
         if not return_hidden:
             return logits
         return logits, Hidden(*(torch.stack(column) for column in zip(*states, strict=True)))
@@ -301,28 +300,16 @@ class DeepBNMLP(nn.Module):
             )
 
     @torch.no_grad()
-    def _check_statistics(self, x: Tensor, logits: Tensor) -> None:
-        """Turns a division by zero inside an eps-free norm into an error that names the feature."""
-        first = self.blocks[0].norm
-        if not isinstance(first, BatchNorm | SampleNorm) or first.eps > 0:
-            return
-        if isinstance(first, SampleNorm):
-            if not bool(torch.isfinite(logits).all()):
-                self._find_zero_sample(x)
-            return
-        if first.last_square is None or not self.training:
-            return
-        norms: list[BatchNorm] = [block.norm for block in self.blocks]  # type: ignore[misc]
-        square = torch.stack([norm.last_square for norm in norms])  # type: ignore[misc]
-        mean = None
-        if first.center:
-            mean = torch.stack([norm.last_mean for norm in norms])  # type: ignore[misc]
-        for norm in norms:
-            norm.last_mean = norm.last_square = None
-        zero = first.zero_features(mean, square)
-        if bool(zero.any()):
-            layer, feature = zero.nonzero()[0].tolist()
-            raise ValueError(zero_feature_message(feature, first.center, f" of block {layer}"))
+    def _settle(self, x: Tensor, logits: Tensor) -> None:
+        """Moves the running statistics; turns a division by zero into an error with its place."""
+        check = not torch.compiler.is_compiling()
+        first = self._blocks[0].norm
+        if isinstance(first, BatchNorm):
+            settle([block.norm for block in self._blocks], check)
+        elif check and isinstance(first, SampleNorm) and first.eps == 0:
+            if bool(torch.isfinite(logits).all()):
+                return
+            self._find_zero_sample(x)
 
     def _find_zero_sample(self, x: Tensor) -> None:
         for layer, block in enumerate(self._blocks):

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["NORMS", "BatchNorm", "SampleNorm", "build_norm", "frozen_statistics", "sum_over_ranks"]
+__all__ = [
+    "NORMS",
+    "BatchNorm",
+    "SampleNorm",
+    "build_norm",
+    "frozen_statistics",
+    "settle",
+    "sum_over_ranks",
+]
 
 NORMS = ("bn", "bn_nocenter", "ln", "torch_bn", "none")
 Scale = float | Literal["sqrt_n"]
@@ -51,6 +59,14 @@ def _check_scale(scale: Scale) -> None:
         raise ValueError(f"scale must be 'sqrt_n' or a finite number above 0, got {scale!r}")
 
 
+class BatchStatistics(NamedTuple):
+    """Of one batch: means `(width,)` if centred, inverse divisors `(width,)`, and the count."""
+
+    mean: Tensor | None
+    inverse: Tensor
+    count: float | Tensor
+
+
 class BatchNorm(nn.Module):
     """Divides every feature by its norm over the batch.
 
@@ -72,8 +88,8 @@ class BatchNorm(nn.Module):
         sync: Whether statistics are those of all processes.
         track_running_stats: Whether statistics are kept for evaluation.
         momentum: Weight of the newest batch in the running statistics.
-        validate: Whether a zero feature is looked for in every batch. (A network of many such norms
-            does it once for all of them.)
+        deferred: Whether the search for zero features and the running statistics of a
+            batch are left to `settle`, which does both for many norms at once.
 
     Raises:
         ValueError: For an argument out of range; in `forward` for a single sample where batch
@@ -93,7 +109,7 @@ class BatchNorm(nn.Module):
         sync: bool = False,
         track_running_stats: bool = True,
         momentum: float = 0.1,
-        validate: bool = True,
+        deferred: bool = False,
     ) -> None:
         super().__init__()
         _check_scale(scale)
@@ -103,10 +119,9 @@ class BatchNorm(nn.Module):
             raise ValueError(f"momentum must be in (0, 1], got {momentum}")
         self.width, self.center, self.scale, self.eps = width, center, scale, eps
         self.sync, self.track_running_stats = sync, track_running_stats
-        self.momentum, self.validate = momentum, validate
+        self.momentum, self.deferred = momentum, deferred
         self.frozen = False
-        self.last_mean: Tensor | None = None
-        self.last_square: Tensor | None = None
+        self.pending: BatchStatistics | None = None
         if track_running_stats:
             if center:
                 self.register_buffer("running_mean", torch.zeros(width))
@@ -114,47 +129,54 @@ class BatchNorm(nn.Module):
             # share of the running values that comes from data: 1 - (1 - momentum)^steps
             self.register_buffer("running_weight", torch.zeros(()))
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, gain: float | Tensor = 1.0) -> Tensor:
         """Normalises.
 
         Args:
             h: `(n, width)`.
+            gain: Factor of the output, a number or one element.
 
         Returns:
             `(n, width)`.
         """
         if not self.training and self.track_running_stats:
-            return self._with_running_statistics(h)
+            return self._with_running_statistics(h) * gain
         if h.shape[0] < 2:
             raise ValueError(
                 f"batch statistics need at least 2 samples, got {h.shape[0]}: use a larger batch, "
                 "or evaluation mode with track_running_stats=True"
             )
-        synchronise = self.sync and world_size() > 1
-        if self.center and not synchronise:
-            # eps = 0 is allowed here; a constant feature gives 0 and is found by its statistics
-            out, mean, inverse = torch.native_batch_norm(
-                h, None, None, None, None, True, 0.0, self.eps
-            )
-            mean, inverse = mean.detach(), inverse.detach()
-            square = torch.where(inverse > 0, inverse.square().reciprocal() - self.eps, 0.0)
+        if self.center and not (self.sync and world_size() > 1):
+            # eps = 0 is allowed here; a constant feature gives 0 and is found by its statistics.
+            # One kernel normalises and multiplies by gain and scale.
             count: float | Tensor = h.shape[0]
+            weight = self._factor(count, gain)
+            if not isinstance(weight, Tensor):
+                wide = torch.promote_types(h.dtype, torch.float32)
+                weight = h.new_full((self.width,), weight, dtype=wide) if weight != 1 else None
+            else:
+                weight = weight.expand(self.width).contiguous()  # the kernel reads it as an array
+            out, mean, inverse = torch.native_batch_norm(
+                h, weight, None, None, None, True, 0.0, self.eps
+            )
+            statistics = BatchStatistics(mean.detach(), inverse.detach(), count)
         else:
-            out, mean_, square, count = self._from_sums(h)
-            mean = mean_.detach() if mean_ is not None else None  # type: ignore[assignment]
-            square = square.detach()
-        if self.scale != "sqrt_n":
-            c = float(self.scale)
-            factor = c / count**0.5 if isinstance(count, int) else c * torch.rsqrt(count)  # type: ignore[arg-type]
-            out = out * factor
-        if self.training:
-            self._remember(mean, square, count)
-        elif self.validate:
-            self._check(mean, square)
+            out, statistics = self._from_sums(h)
+            out = out * self._factor(statistics.count, gain)
+        self.pending = statistics
+        if not self.deferred:
+            settle([self])
         return out
 
-    def _from_sums(self, h: Tensor) -> tuple[Tensor, Tensor | None, Tensor, float | Tensor]:
-        """Output, mean, mean square and count from sums that may run over processes."""
+    def _factor(self, count: float | Tensor, gain: float | Tensor) -> float | Tensor:
+        """What a column of mean square 1 is multiplied by."""
+        if self.scale == "sqrt_n":
+            return gain
+        c = float(self.scale)
+        return gain * (c * torch.rsqrt(count) if isinstance(count, Tensor) else c / count**0.5)
+
+    def _from_sums(self, h: Tensor) -> tuple[Tensor, BatchStatistics]:
+        """Output with mean square 1 and statistics, from sums that may run over processes."""
         count: float | Tensor = h.shape[0]
         synchronise = self.sync and world_size() > 1
         mean = None
@@ -173,21 +195,9 @@ class BatchNorm(nn.Module):
             square = sums[:-1] / count
         else:
             square = h.square().mean(0)
-        return h * (square + self.eps).rsqrt(), mean, square, count
-
-    def _remember(self, mean: Tensor | None, square: Tensor, count: float | Tensor) -> None:
-        self.last_mean, self.last_square = mean, square
-        if self.validate:
-            self._check(mean, square)
-        if not self.track_running_stats or self.frozen:
-            return
-        # what the mean-square is divided by includes c, so that evaluation needs no batch size
-        divisor = square if self.scale == "sqrt_n" else square * count / float(self.scale) ** 2
-        self.running_square.lerp_(divisor.to(self.running_square.dtype), self.momentum)
-        if self.center:
-            assert mean is not None
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        self.running_weight.lerp_(torch.ones_like(self.running_weight), self.momentum)
+        inverse = (square + self.eps).rsqrt()
+        mean = mean.detach() if mean is not None else None
+        return h * inverse, BatchStatistics(mean, inverse.detach(), count)
 
     def _with_running_statistics(self, h: Tensor) -> Tensor:
         # before the first training step the statistics are those of a standard normal
@@ -213,13 +223,6 @@ class BatchNorm(nn.Module):
         resolution = 4 * torch.finfo(mean.dtype).eps
         return square <= (resolution * mean).square()
 
-    def _check(self, mean: Tensor | None, square: Tensor) -> None:
-        if self.eps > 0:
-            return
-        zero = self.zero_features(mean, square)
-        if bool(zero.any()):
-            raise ValueError(zero_feature_message(int(zero.nonzero()[0, 0]), self.center))
-
     def reset_statistics(self) -> None:
         """Forgets the running statistics."""
         if self.track_running_stats:
@@ -229,6 +232,55 @@ class BatchNorm(nn.Module):
     def extra_repr(self) -> str:
         """Shows the variant."""
         return f"{self.width}, center={self.center}, scale={self.scale}, eps={self.eps}"
+
+
+def settle(norms: Sequence[BatchNorm], check: bool = True) -> None:
+    """Looks for zero features of the last batch and moves running statistics, of all norms at once.
+
+    Args:
+        norms: Norms of one kind. Those without a batch since the last call are passed over.
+        check: Whether zero features are looked for; needs one look at the values.
+
+    Raises:
+        ValueError: For a feature that is zero (constant, if centred) with eps=0; then no running
+            statistic has moved.
+    """
+    positions = [i for i, norm in enumerate(norms) if norm.pending is not None]
+    if not positions:
+        return
+    norms = [norms[i] for i in positions]
+    first = norms[0]
+    batches: list[BatchStatistics] = [norm.pending for norm in norms]  # type: ignore[misc]
+    for norm in norms:
+        norm.pending = None
+    inverse = torch.stack([batch.inverse for batch in batches])
+    # a feature without spread has the inverse 0 or inf, by the way it was computed
+    empty = (inverse == 0) | torch.isinf(inverse)
+    square = torch.where(empty, 0.0, inverse.square().reciprocal() - first.eps)
+    means: list[Tensor] = [batch.mean for batch in batches if batch.mean is not None]
+    if check and first.eps == 0:
+        zero = first.zero_features(torch.stack(means) if first.center else None, square)
+        if bool(zero.any()):
+            index, feature = zero.nonzero()[0].tolist()
+            where = f" of block {positions[index]}" if len(norms) > 1 else ""
+            raise ValueError(zero_feature_message(feature, first.center, where))
+    if not (first.training and first.track_running_stats) or first.frozen:
+        return
+    # what the mean square is divided by includes c, so that evaluation needs no batch size
+    if first.scale != "sqrt_n":
+        square = square * batches[0].count / float(first.scale) ** 2
+    dtype = first.running_square.dtype
+    torch._foreach_lerp_(
+        [norm.running_square for norm in norms], list(square.to(dtype).unbind()), first.momentum
+    )
+    if first.center:
+        torch._foreach_lerp_(
+            [norm.running_mean for norm in norms], [m.to(dtype) for m in means], first.momentum
+        )
+    weights = [norm.running_weight for norm in norms]
+    torch._foreach_lerp_(
+        weights, [torch.ones_like(first.running_weight)] * len(norms), first.momentum
+    )
 
 
 def zero_feature_message(feature: int, center: bool, where: str = "") -> str:
@@ -284,7 +336,7 @@ def build_norm(
     sync: bool = False,
     track_running_stats: bool = True,
     momentum: float = 0.1,
-    validate: bool = True,
+    deferred: bool = False,
 ) -> nn.Module:
     """Builds a norm by name.
 
@@ -298,7 +350,7 @@ def build_norm(
         sync: See `BatchNorm`; `ln` and `none` have nothing to synchronise.
         track_running_stats: See `BatchNorm`.
         momentum: See `BatchNorm`.
-        validate: See `BatchNorm`.
+        deferred: See `BatchNorm`.
 
     Raises:
         ValueError: If the name is unknown, or `torch_bn` is asked to synchronise.
@@ -319,7 +371,7 @@ def build_norm(
             width, eps=eps or 1e-5, momentum=momentum, track_running_stats=track_running_stats
         )
     return BatchNorm(
-        width, center and norm == "bn", scale, eps, sync, track_running_stats, momentum, validate
+        width, center and norm == "bn", scale, eps, sync, track_running_stats, momentum, deferred
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning_modules import BNGrad
 from lightning_modules.bngrad import Block, DeepBNMLP
 from lightning_modules.bngrad.diagnosis import check_batch, divergence_message, unpack
-from lightning_modules.bngrad.norms import BatchNorm, build_norm
+from lightning_modules.bngrad.norms import BatchNorm, build_norm, settle
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,13 @@ def test_zero_features_are_named(center):
     assert torch.isfinite(forgiving(x)).all()
     # several processes take another way through the statistics
     norm = BatchNorm(4, center=center)
-    norm._remember(*norm._from_sums(x)[1:])
+    _, norm.pending = norm._from_sums(x)
+    settle([norm])
     dead = x.clone()
     dead[:, 3] = 0.1 if center else 0.0
+    _, norm.pending = norm._from_sums(dead)
     with pytest.raises(ValueError, match="feature 3"):
-        norm._remember(*norm._from_sums(dead)[1:])
+        settle([norm])
 
 
 def test_zero_samples_of_layer_normalisation_are_named():
