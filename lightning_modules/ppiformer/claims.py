@@ -31,13 +31,16 @@ def site_perplexity(network: Any, batch: Any) -> tuple[float, float]:
     return float(entropy.exp()), float((logits.argmax(-1) == batch.types).float().mean())
 
 
-def ranking(network: Any, batch: Any) -> dict[str, float]:
-    """Metrics of the predicted ddG, means over interfaces."""
+def predict(network: Any, batch: Any) -> Any:
+    """(mutations,) predicted ddG in kcal/mol."""
     with torch.no_grad():
-        predicted = network.ddg(batch)[0].double().numpy()
-    result: dict[str, float] = evaluate(predicted, batch.ddg.double().numpy(), batch.group.numpy())[
-        "averaged"
-    ]
+        return network.ddg(batch)[0].double().numpy()
+
+
+def ranking(predicted: Any, batch: Any) -> dict[str, float]:
+    """Metrics of predicted ddG, means over interfaces."""
+    target, group = batch.ddg.double().numpy(), batch.group.numpy()
+    result: dict[str, float] = evaluate(predicted, target, group)["averaged"]
     return result
 
 
@@ -55,7 +58,7 @@ def reproduce(lab: Lab) -> None:
     batch = data.test_set[list(range(len(data.test_set)))]
     network = network_of(pretrained)
     perplexity, accuracy = site_perplexity(network, batch)
-    zero_shot = ranking(network, batch)
+    zero_shot = ranking(predict(network, batch), batch)
 
     potts, held_out = data.potts, slice(0, len(data.test_set))
     best = potts.conditional()[held_out]
@@ -86,9 +89,10 @@ def reproduce(lab: Lab) -> None:
     words = ("ppiformer/potts_finetune.yaml", *brief, "--trainer.check_val_every_n_epoch=30")
     tuned = lab.fit(*words, f"--model.init_args.weights={path}")
     scratch = lab.fit(*words)
+    predicted = predict(network_of(tuned), batch)
     results = {
-        "fine-tuned": ranking(network_of(tuned), batch),
-        "from scratch": ranking(network_of(scratch), batch),
+        "fine-tuned": ranking(predicted, batch),
+        "from scratch": ranking(predict(network_of(scratch), batch), batch),
         "zero-shot": zero_shot,
     }
     lab.note(
@@ -103,7 +107,5 @@ def reproduce(lab: Lab) -> None:
         at_least=0.05,
         published="pre-training improves the ddG of held-out proteins",
     )
-    with torch.no_grad():
-        predicted = network_of(tuned).ddg(batch)[0].numpy()
     summary = {"spearman": results["fine-tuned"]["Spearman"], "rmse": results["fine-tuned"]["RMSE"]}
     lab.figure("ddg", scatter_figure(predicted, batch.ddg.numpy(), batch.group.numpy(), summary))
