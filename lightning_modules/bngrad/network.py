@@ -305,7 +305,7 @@ class DeepBNMLP(nn.Module):
         check = not torch.compiler.is_compiling()
         first = self._blocks[0].norm
         if isinstance(first, BatchNorm):
-            settle([block.norm for block in self._blocks], check)
+            settle([block.norm for block in self._blocks], check)  # type: ignore[misc]
         elif check and isinstance(first, SampleNorm) and first.eps == 0:
             if bool(torch.isfinite(logits).all()):
                 return

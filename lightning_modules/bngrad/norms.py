@@ -60,11 +60,11 @@ def _check_scale(scale: Scale) -> None:
 
 
 class BatchStatistics(NamedTuple):
-    """Of one batch: means `(width,)` if centred, inverse divisors `(width,)`, and the count."""
+    """Of one batch: means `(width,)` if centred, inverse divisors `(width,)`, and its size."""
 
     mean: Tensor | None
     inverse: Tensor
-    count: float | Tensor
+    samples: float | Tensor
 
 
 class BatchNorm(nn.Module):
@@ -150,19 +150,20 @@ class BatchNorm(nn.Module):
             # eps = 0 is allowed here; a constant feature gives 0 and is found by its statistics.
             # One kernel normalises and multiplies by gain and scale.
             count: float | Tensor = h.shape[0]
-            weight = self._factor(count, gain)
-            if not isinstance(weight, Tensor):
+            factor = self._factor(count, gain)
+            weight: Tensor | None = None
+            if isinstance(factor, Tensor):
+                weight = factor.expand(self.width).contiguous()  # the kernel reads it as an array
+            elif factor != 1:
                 wide = torch.promote_types(h.dtype, torch.float32)
-                weight = h.new_full((self.width,), weight, dtype=wide) if weight != 1 else None
-            else:
-                weight = weight.expand(self.width).contiguous()  # the kernel reads it as an array
+                weight = h.new_full((self.width,), factor, dtype=wide)
             out, mean, inverse = torch.native_batch_norm(
                 h, weight, None, None, None, True, 0.0, self.eps
             )
             statistics = BatchStatistics(mean.detach(), inverse.detach(), count)
         else:
             out, statistics = self._from_sums(h)
-            out = out * self._factor(statistics.count, gain)
+            out = out * self._factor(statistics.samples, gain)
         self.pending = statistics
         if not self.deferred:
             settle([self])
@@ -268,7 +269,7 @@ def settle(norms: Sequence[BatchNorm], check: bool = True) -> None:
         return
     # what the mean square is divided by includes c, so that evaluation needs no batch size
     if first.scale != "sqrt_n":
-        square = square * batches[0].count / float(first.scale) ** 2
+        square = square * batches[0].samples / float(first.scale) ** 2
     dtype = first.running_square.dtype
     torch._foreach_lerp_(
         [norm.running_square for norm in norms], list(square.to(dtype).unbind()), first.momentum
