@@ -54,9 +54,9 @@ class RSO(PreferenceModule):
             `adapter_off` (LoRA: the model without its adapters).
         reference_cache: Folder for precomputed log-probabilities.
         pair_source: See above.
-        reward: `oracle` (the data module's known reward), a checkpoint of `RewardRanking`, or None
-            for `pair_source=direct`; then checkpoints are chosen by `val/loss`, else by
-            `val/objective`.
+        reward: `oracle` (the data module's known reward), a checkpoint of `RewardRanking`, a list
+            of them (their lower confidence bound), or None for `pair_source=direct`; then
+            checkpoints are chosen by `val/loss`, else by `val/objective`.
         gold: Independent reward for evaluation, the same forms; None takes the known one.
         sampler: `paper`, `iid`, `gumbel_topk`, `best_of_n` or `sft`.
         n_candidates: Responses per prompt.
@@ -105,7 +105,7 @@ class RSO(PreferenceModule):
         reference: Reference = "precomputed",
         reference_cache: str | None = None,
         pair_source: str = "rso_sample_rank",
-        reward: str | None = "oracle",
+        reward: str | list[str] | None = "oracle",
         gold: str | None = None,
         sampler: str = "paper",
         n_candidates: int = 64,
@@ -156,6 +156,7 @@ class RSO(PreferenceModule):
         )  # fmt: skip
         Sampling(max_new_tokens or 128, temperature, top_k, top_p, rows=rows)
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.min_margin = min_margin
         self.group = group
         self.pairs_dir = pairs_dir
         self._records: list[PairRecord] | None = None
@@ -232,7 +233,13 @@ class RSO(PreferenceModule):
         """
         assert self.policy is not None
         assert self.pad_token_id is not None
-        options = replace(self.options, seed=global_seed() + 1_000_003 * number)
+        # beta and min_margin are attributes, so that a `Curriculum` can move them between rounds
+        options = replace(
+            self.options,
+            seed=global_seed() + 1_000_003 * number,
+            beta=self.beta,
+            min_margin=self.min_margin,
+        )
         sampling = self.sampling()
         reward = self.reward_model("proxy")
         provenance = self._provenance(options, prompts, self.group)

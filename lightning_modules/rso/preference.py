@@ -80,7 +80,7 @@ class PreferenceModule(PaperModule):
         pair_weight: str = "none",
         reference: Reference = "precomputed",
         reference_cache: str | None = None,
-        reward: str | None = "oracle",
+        reward: str | list[str] | None = "oracle",
         gold: str | None = None,
         beta: float = 0.5,
         max_new_tokens: int | None = None,

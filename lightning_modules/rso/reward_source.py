@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.components.language.reward import Ids, Reward
+from lightning_modules.components.language.reward import EnsembleReward, Ids, Reward
 
 
 class OracleReward:
@@ -40,11 +40,12 @@ class OracleReward:
         return self.gold(prompts, first) - self.gold(prompts, second)
 
 
-def load_reward(source: str | None, data: Any, tokenizer: str) -> Reward | None:
+def load_reward(source: str | list[str] | None, data: Any, tokenizer: str) -> Reward | None:
     """The reward that a setting names.
 
     Args:
-        source: `oracle`, a checkpoint of `RewardRanking`, or None.
+        source: `oracle`, a checkpoint of `RewardRanking`, several of them (the ensemble's mean less
+            one standard deviation), or None.
         data: Data module; `oracle` is None where it knows no reward.
         tokenizer: Fingerprint of the tokenizer in use.
 
@@ -53,6 +54,9 @@ def load_reward(source: str | None, data: Any, tokenizer: str) -> Reward | None:
     """
     if source is None:
         return None
+    if isinstance(source, list):
+        members: list[Any] = [load_reward(path, data, tokenizer) for path in source]
+        return EnsembleReward(members)
     if source == "oracle":
         return OracleReward(data.gold_reward) if getattr(data, "has_gold", False) else None
     if not Path(source).is_file():

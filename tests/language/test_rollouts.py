@@ -200,3 +200,14 @@ def test_bad_input(model):
             Sampling(**options)
     with pytest.raises(ValueError, match="candidates"):
         draw(model, candidates=0)
+
+
+def test_recomputed_activations_are_off_while_sampling_and_on_again():
+    from lightning_modules.components.language.backbone import recomputes_activations
+
+    plain = build_backbone(GPT2)
+    model = build_backbone({"source": GPT2, "gradient_checkpointing": True})
+    assert recomputes_activations(model)
+    assert draw(model).responses() == draw(plain).responses()
+    assert recomputes_activations(model)
+    assert not recomputes_activations(plain)

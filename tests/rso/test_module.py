@@ -323,7 +323,10 @@ def test_whole_chain_of_stages(tmp_path, monkeypatch):
             "words": [*quiet, *tiny, "--data.init_args.n_prompts=24",
                       "--model.init_args.n_candidates=8"],
         },
-        "policy": {"config": "rso/policy.yaml", "words": [*quiet, *tiny, *short]},
+        "policy": {
+            "config": "rso/policy.yaml",
+            "words": [*quiet, *tiny, *short, "--trainer.val_check_interval=1"],
+        },
     }  # fmt: skip
     calls = []
     chain = RSOPipeline(stages, tmp_path, run=lambda w: calls.append(w[0]) or command(w))
@@ -373,6 +376,37 @@ def test_text_reward_model_learns_no_position(tmp_path):
     rso, runner = fit(tmp_path, rso, words())
     assert rso._records
     assert "val/proxy_win_rate" in runner.callback_metrics
+
+
+def test_a_curriculum_moves_beta_between_rounds(tmp_path, monkeypatch):
+    from callbacks import Curriculum
+
+    seen = []
+    whole = RSO._provenance
+    monkeypatch.setattr(
+        RSO, "_provenance",
+        lambda self, options, *rest: seen.append(options.beta) or whole(self, options, *rest),
+    )  # fmt: skip
+    module = RSO(temperature=1.0, top_k=0, gamma=0.5, optimizer=_SGD)
+    steps = Curriculum("beta", lambda epoch: 4.0 * 0.5**epoch, clock="epoch")
+    fit(tmp_path, module, lengths(), max_epochs=3, callbacks=[IterativeRSO(), steps])
+    # the pairs of a round are made before its first batch moves beta again
+    assert seen == [0.5, 4.0, 2.0]
+
+
+def test_an_ensemble_of_reward_models(tmp_path):
+    paths = []
+    for seed in (0, 1):
+        module = RewardRanking(
+            {"source": TINY, "init_seed": seed}, kind="bradley_terry", optimizer=_SGD
+        )
+        _, runner = fit(tmp_path, module, words())
+        paths.append(str(tmp_path / f"{seed}.ckpt"))
+        runner.save_checkpoint(paths[-1])
+    rso, runner = fit(tmp_path, RSO(**QUICK, reward=paths, optimizer=_SGD), words())
+    assert rso._records
+    assert "val/proxy_reward" in runner.callback_metrics
+    assert len(rso.reward_model("proxy").members) == 2
 
 
 def test_flips_of_the_text_reward_model_are_fair(tmp_path):

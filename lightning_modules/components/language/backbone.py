@@ -160,11 +160,29 @@ def build_backbone(
         if config.lora is not None:
             model = add_lora(model, config.lora, config.kind, config.quantization != "none")
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model, True)
         if config.lora is not None:
             # With a frozen embedding no input needs a gradient and checkpointing would cut all.
             model.enable_input_require_grads()
     return model.train()  # type: ignore[no-any-return]
+
+
+def recomputes_activations(model: Any) -> bool:
+    """Whether activations are recomputed in the backward pass."""
+    # transformers 5 renamed the flag and the two methods
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    flag = next((name for name in names if hasattr(type(model), name)), "")
+    return bool(getattr(model, flag, False))
+
+
+def recompute_activations(model: Any, on: bool) -> None:
+    """Switch the recomputing of activations on or off."""
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if on:
+        arguments = {f"{kind}_checkpointing_kwargs": {"use_reentrant": False}}
+        getattr(model, f"{kind}_checkpointing_enable")(**arguments)
+    else:
+        getattr(model, f"{kind}_checkpointing_disable")()
 
 
 def add_lora(

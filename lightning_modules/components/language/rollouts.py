@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.components.language.backbone import (
+    recompute_activations,
+    recomputes_activations,
+)
 from lightning_modules.components.language.counter import counter_uniform, purpose
 from lightning_modules.components.language.logprobs import Support, unwrap
 
@@ -249,10 +253,7 @@ def _call(
     inner: Any = unwrap(model)
     own = inner.generation_config
     training = model.training
-    # the flag's name changed in transformers 5
-    flags = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    flag = next((name for name in flags if hasattr(type(inner), name)), "")
-    recomputing = bool(getattr(inner, flag, False))
+    recomputing = recomputes_activations(inner)
     # A hub model's own generation config may hold warpers (top-k, repetition penalty) that would
     # change the distribution behind the sampler's back: it is set aside for the call.
     inner.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -266,7 +267,7 @@ def _call(
     )
     model.eval()
     if recomputing:
-        inner.gradient_checkpointing_disable()
+        recompute_activations(inner, False)
     try:
         with torch.no_grad():
             return model.generate(  # type: ignore[operator,no-any-return]
@@ -280,6 +281,4 @@ def _call(
         inner.generation_config = own
         model.train(training)
         if recomputing:
-            inner.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            recompute_activations(inner, True)
