@@ -99,8 +99,9 @@ def batched_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> T
 
     `det(X X^T)` is the squared product of the diagonal of a triangular factor: of the LU
     decomposition of X where it is square, else of the QR decomposition of X^T. Both are as stable
-    as the singular values and several times cheaper. Matrices whose factor looks nearly singular
-    go through `isometry_gap`. Not differentiable; more rows than columns give `inf`.
+    as the singular values and several times cheaper. The diagonal itself can hide a singular value
+    of zero, so the smallest is estimated by inverse iteration; matrices for which that leaves a
+    doubt go through `isometry_gap`. Not differentiable; more rows than columns give `inf`.
 
     Args:
         x: `(..., n, d)`.
@@ -109,37 +110,40 @@ def batched_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> T
     Returns:
         float64 `(...)`.
     """
-    # the smallest singular value is at most a few sqrt(n) below the smallest diagonal entry
     resolution = _resolution(x, computed_in)
-    threshold = 10 * max(x.shape[-2:]) ** 0.5 * resolution
     x = _as_double(x.detach())
     n, d = x.shape[-2:]
     if n > d:
         return isometry_gap(x, dim_check=False, computed_in=computed_in)
     matrices = x.reshape(-1, n, d)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(n, 2, dtype=x.dtype, generator=generator).to(x.device)
+    start = start.expand(len(matrices), n, 2)
     if n == d:
-        factor = torch.linalg.lu_factor_ex(matrices).LU
+        factor, pivots, _ = torch.linalg.lu_factor_ex(matrices)
+        v = _normalised(torch.linalg.lu_solve(factor, pivots, start))
+        w = torch.linalg.lu_solve(factor, pivots, v, adjoint=True)
     else:
         factor = torch.linalg.qr(matrices.mT, mode="r").R
-    diagonal = factor.diagonal(dim1=-2, dim2=-1).abs()
-    log_norm = torch.linalg.vector_norm(matrices, dim=(-2, -1)).log()
-    gap = (2 * log_norm - math.log(n) - 2 * diagonal.log().mean(-1)).clamp_min(0.0)
-    sure = diagonal.amin(-1) > threshold * diagonal.amax(-1)  # False for NaN as well
-    # The rows combined by v (v_n = 1) leave the last diagonal entry alone, so the smallest singular
-    # value is at most that entry over |v|; the largest is at least norm / sqrt(n).
-    smallest = diagonal[..., -1].log()
-    if n == d and not bool(sure.all()):
-        last = torch.zeros(int((~sure).sum()), n, 1, dtype=x.dtype, device=x.device)
-        last[:, -1] = 1
-        v = torch.linalg.solve_triangular(factor[~sure].mT, last, upper=True, unitriangular=True)
-        smallest[~sure] -= torch.linalg.vector_norm(v, dim=(-2, -1)).log()
-    dependent = smallest + math.log(n) / 2 - log_norm < math.log(resolution)
+        v = _normalised(torch.linalg.solve_triangular(factor, start, upper=True))
+        w = torch.linalg.solve_triangular(factor.mT, v, upper=False)
+    # at least the smallest singular value, and next to it if that is far below the others
+    smallest = torch.linalg.vector_norm(w, dim=-2).amax(-1).reciprocal()
+    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1))
+    logs = factor.diagonal(dim1=-2, dim2=-1).abs().log()
+    gap = (2 * norm.log() - math.log(n) - 2 * logs.mean(-1)).clamp_min(0.0)
+    # the largest singular value lies between norm / sqrt(n) and norm
+    dependent = smallest < resolution * norm / math.sqrt(n)
     gap = torch.where(dependent, torch.full_like(gap, torch.inf), gap)
-    sure |= dependent
-    sure &= log_norm.abs() < 300  # squares neither under- nor overflow
+    sure = dependent | (smallest > 10 * resolution * norm)  # False for NaN as well
+    sure &= norm.log().abs() < 300  # squares neither under- nor overflow
     if not bool(sure.all()):
         gap[~sure] = isometry_gap(matrices[~sure], computed_in=computed_in)
     return gap.reshape(x.shape[:-2])
+
+
+def _normalised(columns: Tensor) -> Tensor:
+    return columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
 
 
 def nonzero_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> Tensor:

@@ -122,6 +122,25 @@ def test_batched_gap_equals_that_of_singular_values():
     )
 
 
+def test_batched_gap_sees_a_zero_that_no_diagonal_entry_shows():
+    """Centred columns have the left null vector (1, ..., 1); the right one may be any."""
+    x = gaussian(2000, 16, 16, seed=9).float()
+    centred = x - x.mean(-2, keepdim=True)
+    # the right null vector has a tiny last entry: the last pivot of LU is then not small
+    hidden = gaussian(200, 16, 16, seed=10)
+    null = torch.nn.functional.normalize(gaussian(200, 16, 1, seed=11), dim=1)
+    null[:, -1] *= 1e-6
+    null = torch.nn.functional.normalize(null, dim=1)
+    hidden -= hidden @ null @ null.mT
+    for matrices in (centred, hidden.float()):
+        gaps = batched_isometry_gap(matrices, computed_in=torch.float32)
+        assert torch.isinf(gaps).all()
+    wide = torch.cat([hidden[:, :, :-1], hidden[:, :, :-1]], dim=2)[:, :, :20].float()
+    torch.testing.assert_close(
+        batched_isometry_gap(wide, torch.float32), isometry_gap(wide, computed_in=torch.float32)
+    )
+
+
 def test_more_rows_than_features():
     x = gaussian(5, 3)
     with pytest.raises(ValueError, match="n=5 rows in d=3"):
