@@ -67,7 +67,7 @@ def test_rejection_traces_vectorised(case):
             if row[i] < np.exp((r - bound) / case["beta"]):
                 taken.append(i)
         grid.append(row)
-        if sum(len(g) for g in grid) and not taken:
+        if not taken:  # the stream of the case is used up
             break
         for i in taken:
             del pool[i]

@@ -193,7 +193,7 @@ def add_lora(
         import peft
     except ImportError as error:
         raise ImportError(
-            "backbone.lora needs the package peft: pip install 'iclr24[language]'"
+            "backbone.lora needs the package peft: pip install 'iclr24[rso]'"
         ) from error
     task = peft.TaskType.CAUSAL_LM if kind == "causal" else peft.TaskType.SEQ_2_SEQ_LM
     settings = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear", **options}
