@@ -60,6 +60,12 @@ def make_plan(
             "noise is calibrated for a number of steps known before training: set "
             "trainer.max_epochs or trainer.max_steps"
         )
+    if sampling == "cyclic_poisson" and trainer.num_training_batches != len(order):
+        raise MisconfigurationException(
+            f"an epoch of {trainer.num_training_batches} instead of {len(order)} steps breaks the "
+            "turns of the groups, which go on from epoch to epoch: leave out "
+            "trainer.limit_train_batches and overfit_batches, or use sampling=poisson"
+        )
     n, examples = int(steps), int(order.size)
     if delta is None:
         delta = 1.0 / (10 * examples)

@@ -1,11 +1,17 @@
 """The parts of a private step that do not depend on the budget: checks, clipping, writing back."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric
 
 from lightning_modules.components.privacy.clipping import ClippedSum, batch_size, clipped_sum
 from lightning_modules.components.privacy.ghost import (
@@ -90,6 +96,7 @@ class Clipper:
             )
         self.ghost = None if clipping == "vmap" or missing else GhostClipper(module, names)
         self._checked = False
+        self._separate = False
 
     def start(self) -> None:
         """A new batch begins."""
@@ -110,19 +117,35 @@ class Clipper:
             scale = float(count) if self.loss_reduction == "mean" else 1.0
             if not self._checked and count:
                 self._check_complete(count, scale, trainer)
-            return self.ghost.clipped_sum(count, self.clip_norm, scale)
+            total = self.ghost.clipped_sum(count, self.clip_norm, scale)
+            if not self._separate and count > 1:
+                self._check_separate(batch, count, trainer)
+            return total
 
     def _by_vmap(self, batch: Any, trainer: Trainer) -> ClippedSum:
         losses = getattr(self.module, "example_losses", None)
         if losses is not None:
             return self._clipped(losses, batch)
+        try:
+            with self._silent():  # numbers under vmap have no value that could be logged
+                return self._clipped(self._one_loss, batch)
+        except RuntimeError as error:
+            if not str(error).startswith("vmap"):
+                raise
+            raise MisconfigurationException(
+                "clipping=vmap cannot run this training_step (it updates metrics, takes .item() "
+                "or branches on data): give the module a method example_losses(batch) -> (batch,)"
+            ) from error
+
+    @contextmanager
+    def _silent(self) -> Iterator[None]:
+        """Let the module log nothing."""
         names = ("log", "log_dict")
         kept = {name: self.module.__dict__.get(name) for name in names}
         try:
-            # Numbers under vmap have no value that could be logged.
             for name in names:
                 object.__setattr__(self.module, name, _ignore)
-            return self._clipped(self._one_loss, batch)
+            yield
         finally:
             for name, value in kept.items():
                 if value is None:
@@ -136,11 +159,59 @@ class Clipper:
                 self.module, losses, batch, self.clip_norm, self.names, self.chunk_size
             )
 
-    def _one_loss(self, batch: Any) -> Tensor:
+    def _loss(self, batch: Any) -> Any:
         output = self.module.training_step(batch, 0)
-        loss = output["loss"] if isinstance(output, dict) else output
+        return output["loss"] if isinstance(output, dict) else output
+
+    def _one_loss(self, batch: Any) -> Tensor:
+        loss = self._loss(batch)
         assert isinstance(loss, Tensor)
         return loss.reshape(1)
+
+    def _check_separate(self, batch: Any, count: int, trainer: Trainer) -> None:
+        """Other examples in the batch must not change an example's gradient.
+
+        Runs the step twice with the same random numbers, the second time with the later half of
+        the batch replaced by the earlier one, whose gradients must stay as long as they were.
+        """
+        self._separate = True
+        if trainer.world_size > 1 or not self.module.automatic_optimization:
+            return  # running the step again could communicate, or move the weights
+        half = (count + 1) // 2
+        rows = torch.arange(count) % half
+        changed = pytree.tree_map(
+            lambda x: x[rows.to(x.device)] if isinstance(x, Tensor) else x, batch
+        )
+        before, after = (self._norms_again(b, count)[:half] for b in (batch, changed))
+        gap = (before.sqrt() - after.sqrt()).abs()
+        if bool((gap > 1e-2 * before.sqrt() + 1e-5 * before.max().sqrt()).any()):
+            raise MisconfigurationException(
+                "the gradient of an example depends on the others in its batch (a loss that "
+                "couples examples, batch statistics, a mean over something else than examples): "
+                "take the mean over examples of losses of their own, or use clipping=vmap"
+            )
+
+    def _norms_again(self, batch: Any, count: int) -> Tensor:
+        """Squared gradient norms of a further step, which leaves no trace in the module."""
+        assert self.ghost is not None
+        buffers = [(b, b.clone()) for b in self.module.buffers()]
+        metrics = [m for m in self.module.modules() if isinstance(m, Metric)]
+        states = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in metrics]
+        wanted = [p for n, p in self.module.named_parameters() if n in self.names]
+        try:
+            with self._silent(), isolate_rng(), torch.enable_grad():
+                self.ghost.start()
+                loss = self._loss(batch)
+                if isinstance(loss, Tensor) and loss.requires_grad:
+                    torch.autograd.grad(loss, wanted, allow_unused=True)
+            return self.ghost.squared_norms(count)
+        finally:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            for metric, state, updates in states:
+                for name, value in state.items():
+                    setattr(metric, name, value)
+                metric._update_count, metric._computed = updates, None
 
     def _check_complete(self, count: int, scale: float, trainer: Trainer) -> None:
         """The layers' gradients must add up to autograd's, or something escaped the clipping."""

@@ -185,6 +185,12 @@ class PrivateGradients(Callback):
             )
         chosen = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
         self._parameters = {n: p for n, p in pl_module.named_parameters() if id(p) in chosen}
+        if len(self._parameters) < len(chosen):
+            raise MisconfigurationException(
+                f"{len(chosen) - len(self._parameters)} parameters of the optimiser are not "
+                "parameters of the module, so their gradients would stay as they are: assign "
+                "them to the module"
+            )
         frozen = [name for name, p in self._parameters.items() if not p.requires_grad]
         if frozen:
             raise MisconfigurationException(
@@ -204,13 +210,16 @@ class PrivateGradients(Callback):
         restored = self._restored
         if restored is not None:
             self._check_same(restored["plan"], plan)
-            plan["seed"], self.sigma = restored["plan"]["seed"], float(restored["sigma"])
+            old, self.sigma = restored["plan"], float(restored["sigma"])
+            plan["seed"], plan["secret"] = old["seed"], old["secret"]
         elif self._plan is not None:
             self._check_same(self._plan, plan)
-            plan["seed"] = self._plan["seed"]
+            plan["seed"], plan["secret"] = self._plan["seed"], self._plan["secret"]
         else:
             seed = secrets.randbits(62) if self.noise_seed is None else self.noise_seed
             plan["seed"] = int(trainer.strategy.broadcast(seed))
+            # Amplification needs a secret choice of batches, and data.seed stands in a config.
+            plan["secret"] = plan["seed"] if self.noise_seed is None else None
             if self.noise_seed is not None:
                 rank_zero_warn(
                     "noise_seed is fixed: the noise can be computed by anyone who knows it, so "
@@ -220,14 +229,22 @@ class PrivateGradients(Callback):
         self._calibrate(trainer, plan)
         assert self.sigma is not None
         self.accountant = account(plan, self.strategy, self.sigma)
-        order = getattr(trainer.train_dataloader, "order", None)
-        if self.sampling == "cyclic_poisson" and order is not None:
+        order: Any = trainer.train_dataloader.order  # type: ignore[union-attr]
+        if self.sampling in ("poisson", "cyclic_poisson"):
+            order.secret = plan["secret"]
+        if self.sampling == "cyclic_poisson":
             order.groups = plan["groups"]
         if self._noise is None or restored is not None:
             white = WhiteNoise(plan["size"], plan["seed"], device=pl_module.device)
             self._noise = NoiseStream(self.strategy.correlator(plan["n"]), white)
             if restored is not None:
                 self._noise.load_state_dict(restored["noise"])
+        if not 0 <= self._noise.time - trainer.global_step <= 1 and self._noise.time < plan["n"]:
+            raise MisconfigurationException(
+                f"the noise has taken {self._noise.time} steps, the trainer {trainer.global_step}: "
+                "resume with the checkpoint of the private run (ckpt_path), or start anew with a "
+                "new PrivateGradients and weights of public data"
+            )
         self._plan, self._restored = plan, None
         self._clipper = Clipper(
             pl_module,
@@ -302,6 +319,12 @@ class PrivateGradients(Callback):
         if self._batch is None:
             raise MisconfigurationException(
                 "the optimiser stepped twice on one batch: each batch pays for one step"
+            )
+        ours = {id(p) for p in self._parameters.values()}
+        if any(id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
+            raise MisconfigurationException(
+                "the optimiser was given further parameters after training started: noise was "
+                "planned without them; unfreeze them before, in a run of its own"
             )
         clipped = self._clipper.clip(self._batch, trainer)
         self._batch = None

@@ -4,7 +4,8 @@ Every order is a pure function of (seed, epoch), the same global batch on all ra
 the positions r, r + world, ... of it. Batches of random sampling vary in size and may be empty: a
 data set must then give tensors whose first dimension is zero.
 
-The seed of a random order is part of the secret: whoever knows it knows who took part.
+Whoever knows the seed of a random order knows who took part, so amplification needs a secret one:
+`callbacks.PrivateGradients` mixes the run's secret into Poisson orders.
 """
 
 from collections.abc import Iterator
@@ -26,9 +27,11 @@ class _PrivateOrder:
         size: number of examples.
         expected: expected examples of a global batch; what gradients are divided by.
         epoch: epoch whose batches are given.
+        secret: second seed of random sampling, for what must not follow from ``seed`` alone.
     """
 
     scheme = ""
+    secret: int | None = None
 
     def __init__(
         self, size: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1
@@ -64,7 +67,8 @@ class _PrivateOrder:
             yield self.global_batch(position)[self.rank :: self.world_size].tolist()
 
     def _chosen(self, position: int) -> Tensor:
-        generator = generator_from(self.seed, self.scheme, self.epoch, position)
+        seed = self.seed if self.secret is None else (self.seed, self.secret)
+        generator = generator_from(seed, self.scheme, self.epoch, position)
         # float64: float32 has steps of 6e-8, which would change a small probability
         return torch.rand(self.size, generator=generator, dtype=torch.float64)
 
@@ -111,7 +115,7 @@ class CyclicPoissonOrder(_PrivateOrder):
 
 
 class FixedOrder(_PrivateOrder):
-    """One secret order for all epochs: participations are exactly one epoch apart.
+    """One order for all epochs: participations are exactly one epoch apart.
 
     The last batch of an epoch is short if the batch size does not divide the data: gradients are
     divided by the expected size all the same, as if it were filled up with masked examples.

@@ -19,12 +19,14 @@ from torch.nn.grad import conv1d_weight, conv2d_weight
 
 from lightning_modules.components.privacy.clipping import ClippedSum, clip_factors
 
-NORMALISED = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
-
 
 def mixing_layers(module: nn.Module) -> list[str]:
-    """Names of layers that mix the examples of a batch (batch normalisation)."""
-    return [name for name, layer in module.named_modules() if isinstance(layer, NORMALISED)]
+    """Names of layers that mix the examples of a batch: batch normalisation, whoever wrote it."""
+    return [
+        name
+        for name, layer in module.named_modules()
+        if any("BatchNorm" in kind.__name__ for kind in type(layer).__mro__)
+    ]
 
 
 def unsupported_layers(module: nn.Module) -> list[str]:
@@ -122,30 +124,9 @@ class GhostClipper:
         Raises:
             ValueError: a layer was fed something else than one row an example.
         """
-        self.active = False
-        uses: dict[str, list[tuple[_Use, str]]] = {}
-        device = next(self.module.parameters()).device
-        for use in self._uses:
-            if use.upstream is None:
-                continue
-            if use.inputs.shape[0] != count or use.upstream.shape[0] != count:
-                raise ValueError(
-                    f"{type(use.layer).__name__} saw {use.inputs.shape[0]} rows for {count} "
-                    "examples: ghost clipping needs the batch in the first dimension; "
-                    "use clipping='vmap'"
-                )
-            for role, p in use.layer.named_parameters(recurse=False):
-                name = self._by_id[id(p)]
-                if p.requires_grad and name in self._wanted:
-                    uses.setdefault(name, []).append((use, role))
-        squares = torch.zeros(count, dtype=torch.float32, device=device)
-        for calls in uses.values():
-            if len(calls) == 1:
-                squares += _squared_norm(*calls[0])
-            else:  # used several times (tied weights, recurrence): the gradients add up first
-                total = sum(_gradients(use, role).flatten(1) for use, role in calls)
-                assert isinstance(total, Tensor)
-                squares += total.square().sum(1)
+        uses = self._collected(count)
+        squares = self._squared_norms(uses, count)
+        device = squares.device
         factors, clipped, nonfinite = clip_factors(squares * scale**2, clip_norm)
         weights = factors * scale
         keep = torch.isfinite(squares) if bool(nonfinite) else None
@@ -159,6 +140,43 @@ class GhostClipper:
                 gradients[name] = out
         self._uses.clear()
         return ClippedSum(gradients, count, clipped, nonfinite)
+
+    def squared_norms(self, count: int) -> Tensor:
+        """Squared gradient norms of what was recorded since :meth:`start`, (count,) float32."""
+        squares = self._squared_norms(self._collected(count), count)
+        self._uses.clear()
+        return squares
+
+    def _collected(self, count: int) -> dict[str, list[tuple[_Use, str]]]:
+        """Stop recording; the uses of every wanted parameter, by its name."""
+        self.active = False
+        uses: dict[str, list[tuple[_Use, str]]] = {}
+        for use in self._uses:
+            if use.upstream is None:
+                continue
+            if use.inputs.shape[0] != count or use.upstream.shape[0] != count:
+                raise ValueError(
+                    f"{type(use.layer).__name__} saw {use.inputs.shape[0]} rows for {count} "
+                    "examples: ghost clipping needs the batch in the first dimension; "
+                    "use clipping='vmap'"
+                )
+            for role, p in use.layer.named_parameters(recurse=False):
+                name = self._by_id[id(p)]
+                if p.requires_grad and name in self._wanted:
+                    uses.setdefault(name, []).append((use, role))
+        return uses
+
+    def _squared_norms(self, uses: dict[str, list[tuple[_Use, str]]], count: int) -> Tensor:
+        device = next(self.module.parameters()).device
+        squares = torch.zeros(count, dtype=torch.float32, device=device)
+        for calls in uses.values():
+            if len(calls) == 1:
+                squares += _squared_norm(*calls[0])
+            else:  # used several times (tied weights, recurrence): the gradients add up first
+                total = sum(_gradients(use, role).flatten(1) for use, role in calls)
+                assert isinstance(total, Tensor)
+                squares += total.square().sum(1)
+        return squares
 
     @property
     def _wanted(self) -> set[str]:
