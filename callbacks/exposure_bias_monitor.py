@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,11 +19,12 @@ CURVES = ("delta", "single_step_delta", "marginal_gap", "sampling_norm", "traini
 class HasExposureBias(Protocol):
     """Measures the exposure bias of its own sampler."""
 
-    def exposure_bias(self, x0: Tensor) -> Any:
+    def exposure_bias(self, x0: Tensor, labels: Tensor | None = None) -> Any:
         """Curves over the sampling steps.
 
         Args:
             x0: Images ``(n, c, h, w)``.
+            labels: Their labels ``(n,)`` where the batches have them.
 
         Returns:
             Object with the attributes `CURVES`, each a tensor ``(steps,)`` whose first entry is the
@@ -59,6 +59,7 @@ class ExposureBiasMonitor(Callback):
         self.samples, self.every_n_epochs = samples, every_n_epochs
         self.curves: dict[str, Tensor] = {}
         self._images: list[Tensor] = []
+        self._labels: list[Tensor] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the module."""
@@ -70,7 +71,7 @@ class ExposureBiasMonitor(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the images of the last epoch."""
-        self._images = []
+        self._images, self._labels = [], []
 
     def on_validation_batch_end(
         self,
@@ -84,6 +85,9 @@ class ExposureBiasMonitor(Callback):
         """Keep images until there are enough."""
         if sum(map(len, self._images)) < self.samples:
             self._images.append(batch.x)
+            labels = getattr(batch, "y", None)
+            if labels is not None:
+                self._labels.append(labels)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure and log."""
@@ -94,18 +98,15 @@ class ExposureBiasMonitor(Callback):
             return
         assert isinstance(pl_module, HasExposureBias)
         images = torch.cat(self._images)[: self.samples]
-        self._images = []
-        bias = pl_module.exposure_bias(images)
+        labels = torch.cat(self._labels)[: self.samples] if self._labels else None
+        self._images, self._labels = [], []
+        bias = pl_module.exposure_bias(images, labels)
         # The ranks have different images: mean over all, weighted by their number.
-        for name in CURVES:
-            values = getattr(bias, name)
-            metric = MeanMetric().to(pl_module.device)
-            means = []
-            for value in values.tolist():
-                metric.reset()
-                metric.update(value, len(images))
-                means.append(metric.compute().cpu())
-            self.curves[name] = torch.stack(means)
+        curves = torch.stack([getattr(bias, name).float() for name in CURVES])
+        sums = torch.cat([curves.flatten() * len(images), torch.tensor([float(len(images))])])
+        sums = trainer.strategy.reduce(sums.to(pl_module.device), reduce_op="sum").cpu()
+        means = (sums[:-1] / sums[-1]).reshape(curves.shape)
+        self.curves.update(zip(CURVES, means, strict=True))
         self.curves["noise_norm"] = torch.as_tensor(bias.noise_norm)
         ratio = (self.curves["sampling_norm"] / self.curves["training_norm"]).mean()
         pl_module.log("exposure/delta", self.curves["delta"][0])

@@ -51,7 +51,7 @@ def analytic_log_variances(diffusion: GaussianDiffusion, energy: Tensor) -> Tens
     small = table["posterior_variance"]
     spread = ((1 - signal) * previous / signal).sqrt() - (1 - previous - small).clamp(min=0).sqrt()
     variance = small + spread**2 * (1 - energy).clamp(min=0)
-    # Never above beta plus rounding, and the last step adds no noise.
+    # The last step's variance is 0 and adds no noise; its logarithm has to be finite.
     return variance.clamp(min=float(small[1:].min()) if len(small) > 1 else 1e-20).log()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_modules.components.diffusion import (
     AncestralSampler,
@@ -184,14 +185,8 @@ def image_grid(images: Tensor, columns: int | None = None, margin: int = 1) -> T
     count, height, width, channels = images.shape
     columns = columns or max(1, round(count**0.5))
     rows = -(-count // columns)
-    grid = torch.full(
-        (rows * (height + margin) + margin, columns * (width + margin) + margin, 3),
-        255,
-        dtype=torch.uint8,
-    )
     colour = images[..., :1].expand(-1, -1, -1, 3) if channels < 3 else images[..., :3]
-    for place in range(count):
-        top = margin + place // columns * (height + margin)
-        left = margin + place % columns * (width + margin)
-        grid[top : top + height, left : left + width] = colour[place].cpu()
-    return grid
+    tiles = torch.full((rows * columns, height + margin, width + margin, 3), 255, dtype=torch.uint8)
+    tiles[:count, margin:, margin:] = colour.cpu()
+    lines = tiles.unflatten(0, (rows, columns)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    return functional.pad(lines, (0, 0, 0, margin, 0, margin), value=255)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
@@ -27,9 +27,7 @@ from lightning_modules.components.randomness import seed_from
 from lightning_modules.components.sharding import shard_blocks
 from lightning_modules.epsilon_scaling.batches import Images, rows_of
 from lightning_modules.epsilon_scaling.checks import check_arguments
-from lightning_modules.epsilon_scaling.generation import (
-    SamplerSettings,
-)
+from lightning_modules.epsilon_scaling.generation import SamplerSettings
 from lightning_modules.epsilon_scaling.networks import BLOCKS, build_network, label_or_null
 from lightning_modules.epsilon_scaling.quality import FeatureRows
 from lightning_modules.epsilon_scaling.sampling import SamplesImages
@@ -38,9 +36,6 @@ from lightning_modules.epsilon_scaling.timestep_sampling import (
     LossSecondMoment,
     stratified_timesteps,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 class EpsilonScaling(SamplesImages):

@@ -24,7 +24,7 @@ from lightning_modules.epsilon_scaling.baselines import analytic_log_variances, 
 from lightning_modules.epsilon_scaling.batches import Images, ImagesInMemory, rows_of
 from lightning_modules.epsilon_scaling.checks import check_images
 from lightning_modules.epsilon_scaling.exposure_bias import ExposureBias, measure_exposure_bias
-from lightning_modules.epsilon_scaling.features import build_features
+from lightning_modules.epsilon_scaling.features import FEATURES, build_features
 from lightning_modules.epsilon_scaling.generation import (
     PositionNoise,
     SamplerSettings,
@@ -270,7 +270,9 @@ class SamplesImages(PaperModule):
 
     @property
     def _feature_name(self) -> str:
-        return self.feature_network.rpartition(".")[2].lower()
+        folder, _, name = self.feature_network.rpartition(".")
+        # an own class that is called Inception must not be reported as "fid"
+        return f"own_{name.lower()}" if folder and name.lower() in FEATURES else name.lower()
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
@@ -345,12 +347,19 @@ class SamplesImages(PaperModule):
     def exposure_bias(self, x0: Tensor, labels: Tensor | None = None) -> ExposureBias:
         """Exposure bias of the present sampler, measured from images ``(n, c, h, w)``.
 
+        Args:
+            x0: Images.
+            labels: Their labels ``(n,)``; read by class-conditional models only, which take the
+                classes in turn without them.
+
         Raises:
             ValueError: If the sampler works on noise levels.
         """
         if self.settings.is_edm:
             raise ValueError("exposure bias is measured with sampler 'ddim' or 'ancestral'")
-        if labels is None and self.num_classes is not None:
+        if self.num_classes is None:
+            labels = None
+        elif labels is None:
             labels = torch.arange(len(x0), device=x0.device) % self.num_classes
         process = self.diffusion.respace(self.settings.respacing)
         clip = self.settings.clip

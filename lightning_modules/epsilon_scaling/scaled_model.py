@@ -22,17 +22,18 @@ class ScaledModel:
         model: Called with (x, original timesteps, ...).
         diffusion: The respaced process of the sampler; tells the prediction type and which step
             of the sampler an original timestep is.
-        schedule: Divisors; None or 1 gives the model's own output, bit for bit.
+        schedule: Divisors, or one number for all steps; 1 gives the model's own output, bit for
+            bit.
     """
 
     def __init__(
         self,
         model: Callable[..., Tensor],
         diffusion: GaussianDiffusion,
-        schedule: EpsilonSchedule,
+        schedule: float | EpsilonSchedule,
     ) -> None:
         self.model, self.diffusion = model, diffusion
-        self.scales = schedule.scales_or_none(diffusion.steps)
+        self.scales = EpsilonSchedule.of(schedule).scales_or_none(diffusion.steps)
         self._step_of = torch.full((int(diffusion.timestep_map.max()) + 1,), -1)
         self._step_of[diffusion.timestep_map] = torch.arange(diffusion.steps)
 

@@ -15,8 +15,10 @@ from lightning_modules.components.diffusion import (
     classifier_free,
     classifier_gradient,
     karras_sigmas,
+    named_betas,
     run_edm_sampler,
     run_sampler,
+    zero_terminal_snr,
 )
 
 
@@ -245,10 +247,33 @@ def test_classifier_free_guidance(draw):
     torch.testing.assert_close(half[:, :1], at[3.0][:, :1])
     full = classifier_free(model, condition, empty, 3.0, rescale=1.0)(x, t)
     torch.testing.assert_close(full.std((1, 2, 3)), conditional.std((1, 2, 3)))
+    level = classifier_free(model, condition, empty, 3.0)(x, torch.zeros(()))
+    assert torch.equal(level, at[3.0])  # one noise level for all, as EDM samplers give it
     with pytest.raises(ValueError, match="guidance scale"):
         classifier_free(model, condition, empty, -1.0)
     with pytest.raises(ValueError, match="rescale"):
         classifier_free(model, condition, empty, 1.0, rescale=2.0)
+
+
+@pytest.mark.parametrize("prediction", ["v", "sample"])
+def test_zero_terminal_snr(draw, prediction):
+    """With the exact prediction of one point every sampler ends there; lambda spares step T'."""
+    betas = zero_terminal_snr(named_betas("linear"))
+    diffusion = GaussianDiffusion(betas, prediction).respace("10")
+    assert float(diffusion.tables["alphas_cumprod"][-1]) == pytest.approx(0, abs=1e-12)
+    x0, x = draw(1, (2, 1, 3, 3)).clamp(-1, 1), draw(2, (2, 1, 3, 3))
+    signal = torch.from_numpy(np.cumprod(1 - betas)).clamp(min=0).float()[:, None, None, None]
+
+    def model(x, t):
+        root, noise = signal[t].sqrt(), (1 - signal[t]).sqrt()
+        return x0 if prediction == "sample" else (root * x - x0) / noise
+
+    scales = torch.ones(10, dtype=torch.float64)
+    scales[3] = 1.01
+    for sampler in (AncestralSampler(diffusion), DDIMSampler(diffusion)):
+        for chosen in (None, scales):
+            out = run_sampler(model, sampler, x, lambda step: draw(10 + step, x.shape), chosen)
+            torch.testing.assert_close(out, x0, atol=2e-3, rtol=0)
 
 
 def test_guidance_is_divided_once(draw):

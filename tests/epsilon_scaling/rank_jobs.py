@@ -78,7 +78,7 @@ def fit(kind: str, strategy: str, devices: int, batch_size: int, folder: str) ->
     return {name: value.numpy() for name, value in state.items()}
 
 
-def quality_values(devices: int, batch_size: int) -> dict[str, float]:
+def quality_values(devices: int, batch_size: int, folder: str) -> dict[str, float]:
     seed_everything(3)
     torch.set_num_threads(1)
     model = EpsilonScaling(
@@ -92,6 +92,7 @@ def quality_values(devices: int, batch_size: int) -> dict[str, float]:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
+        default_root_dir=folder,
         use_distributed_sampler=False,
     )
     values = trainer.test(model, datamodule=digits(batch_size), verbose=False)[0]

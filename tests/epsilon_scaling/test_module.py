@@ -179,6 +179,26 @@ def test_exposure_bias_monitor(tmp_path):
         ExposureBiasMonitor(every_n_epochs=0)
 
 
+def test_exposure_bias_of_a_conditional_model_uses_the_labels_of_the_images(tmp_path):
+    torch.manual_seed(0)
+    model = EpsilonScaling(**SMALL, respacing="4", num_classes=10, image_shape=[1, 8, 8])
+    torch.nn.init.normal_(model.denoiser.label_emb.weight, std=3.0)
+    monitor = ExposureBiasMonitor(samples=40)
+    data = digits(batch_size=32)
+    trainer(tmp_path, callbacks=[monitor]).validate(model, datamodule=data, verbose=False)
+    rows = data.val_set[list(range(40))]
+    with torch.no_grad():
+        right, wrong = model.exposure_bias(rows.x, rows.y), model.exposure_bias(rows.x)
+    torch.testing.assert_close(monitor.curves["training_norm"], right.training_norm.float())
+    assert (right.training_norm - wrong.training_norm).abs().max() > 1e-3
+
+
+def test_own_features_called_inception_are_not_fid():
+    model = EpsilonScaling(**SMALL, feature_network="my_package.Inception")
+    assert model._feature_name == "own_inception"
+    assert EpsilonScaling(**SMALL, feature_network="inception")._feature_name == "inception"
+
+
 def digits_images() -> torch.Tensor:
     data = digits()
     data.setup("fit")
@@ -249,6 +269,19 @@ def test_classifier_guidance(tmp_path):
     assert not any("classifier" in name for name in model.state_dict())
     with pytest.raises(ValueError, match="needs num_classes and labels"):
         model._gradient(None)
+
+
+def test_edm_with_classifier_free_guidance():
+    torch.manual_seed(0)
+    model = EpsilonScaling(
+        **SMALL, image_shape=[1, 8, 8], prediction="edm", sampler="heun", edm_steps=4,
+        num_classes=3, guidance="classifier_free", guidance_scale=2.0,
+    )  # fmt: skip
+    positions, labels = torch.arange(3), torch.arange(3)
+    guided = model.sample(positions, labels)
+    model.guidance_scale = 1.0
+    assert torch.isfinite(guided).all()
+    assert (guided - model.sample(positions, labels)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("solver", ["heun", "euler"])

@@ -46,9 +46,9 @@ def test_sharded_unet(ranks, tmp_path):
     assert torch.isfinite(loaded.sample(torch.arange(2))).all()
 
 
-def test_test_metrics(ranks):
-    one = jobs.quality_values(1, 100)
-    first, second = ranks(jobs.quality_values, 2, 50)
+def test_test_metrics(ranks, tmp_path):
+    one = jobs.quality_values(1, 100, str(tmp_path))
+    first, second = ranks(jobs.quality_values, 2, 50, str(tmp_path))
     assert "test/fd_pixels@1.02" in one
     for name, value in one.items():
         assert first[name] == pytest.approx(value, rel=1e-4, abs=1e-5)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_modules.epsilon_scaling import image_grid
 from lightning_modules.epsilon_scaling.features import ClassifierFeatures, PixelFeatures
 from lightning_modules.epsilon_scaling.quality import FeatureRows, quality
 from lightning_modules.epsilon_scaling.sample_metrics import (
@@ -115,3 +116,14 @@ def test_classifier_features_tell_the_classes_apart():
     with pytest.raises(ValueError, match="two classes"):
         ClassifierFeatures.fit(x[:5], torch.zeros(5))
     assert PixelFeatures(64)(x).shape == (1797, 64)
+
+
+def test_image_grid_places_images_row_by_row():
+    images = torch.arange(1, 6, dtype=torch.uint8)[:, None, None, None].expand(-1, 2, 3, 1)
+    grid = image_grid(images, columns=2)
+    assert grid.shape == (3 * 3 + 1, 2 * 4 + 1, 3)
+    assert grid[1::3, 1::4, 0][:3].tolist() == [[1, 2], [3, 4], [5, 255]]
+    assert (grid[0] == 255).all()
+    assert (grid[-1] == 255).all()
+    assert (grid[:, -1] == 255).all()
+    assert (grid[1:3, 1:4] == 1).all()

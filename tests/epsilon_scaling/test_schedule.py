@@ -69,7 +69,7 @@ def test_scale_one_is_bit_identical(gaussian_model, draw):
     plain = run_sampler(gaussian_model, DDIMSampler(diffusion), x)
     one = EpsilonSchedule()
     assert one.scales_or_none(20) is None
-    wrapped = run_sampler(ScaledModel(gaussian_model, diffusion, one), DDIMSampler(diffusion), x)
+    wrapped = run_sampler(ScaledModel(gaussian_model, diffusion, 1.0), DDIMSampler(diffusion), x)
     divided = run_sampler(gaussian_model, DDIMSampler(diffusion), x, scales=one.scales(20))
     assert torch.equal(plain, wrapped)
     assert torch.equal(plain, divided)

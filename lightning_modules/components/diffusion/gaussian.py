@@ -183,9 +183,9 @@ class GaussianDiffusion:
 
     def epsilon_from_x0(self, x: Tensor, index: Index, x0: Tensor) -> Tensor:
         """Noise that x would have with this clean sample."""
-        return (self.gather("sqrt_recip_alphas_cumprod", index, x) * x - x0) / self.gather(
-            "sqrt_recipm1_alphas_cumprod", index, x
-        )
+        # finite where abar is 0, unlike dividing both terms by its root
+        signal = self.gather("sqrt_alphas_cumprod", index, x)
+        return (x - signal * x0) / self.gather("sqrt_one_minus_alphas_cumprod", index, x)
 
     def to_epsilon(self, output: Tensor, x: Tensor, index: Index) -> Tensor:
         """Noise that an output of the chosen prediction type stands for."""
@@ -272,6 +272,9 @@ class GaussianDiffusion:
         epsilon = raw if scale is None else raw / scale
         if self.prediction == "sample" and scale is None:
             x0 = mean_part
+        elif self.prediction == "v" and scale is None:
+            signal = self.gather("sqrt_alphas_cumprod", index, x)
+            x0 = signal * x - self.gather("sqrt_one_minus_alphas_cumprod", index, x) * mean_part
         else:
             x0 = self.x0_from_epsilon(x, index, epsilon)
         if clip is not None:

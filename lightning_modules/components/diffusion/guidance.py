@@ -69,9 +69,10 @@ def classifier_free(
             return model(x, timesteps, condition)
         if scale == 0:
             return model(x, timesteps, null_condition)
+        each = timesteps.expand(len(x))  # EDM samplers hand over one noise level for all
         both = model(
             torch.cat([x, x]),
-            torch.cat([timesteps, timesteps]),
+            torch.cat([each, each]),
             torch.cat([condition, null_condition]),
         )
         with_condition, without = both.chunk(2)

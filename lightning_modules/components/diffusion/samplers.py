@@ -221,8 +221,10 @@ def run_sampler(
             f"got shape {tuple(scales.shape)}"
         )
     on_device = None if scales is None else scales.to(x)
+    # a step of lambda 1 is the plain step, also where noise is undefined (zero terminal SNR)
+    scaled = [False] * steps if scales is None else (scales != 1).tolist()
     for count, index in enumerate(reversed(range(steps))):
-        scale = None if on_device is None else on_device[index]
+        scale = on_device[index] if on_device is not None and scaled[index] else None
         if model_index is None:
             timesteps = sampler.diffusion.model_timesteps(index, x)
         else:

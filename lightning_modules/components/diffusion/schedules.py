@@ -52,8 +52,8 @@ def cosine_betas(steps: int = 1000) -> Betas:
 def zero_terminal_snr(betas: Betas) -> Betas:
     """Shift and scale sqrt(alphas_cumprod) so that the last step is pure noise.
 
-    The first value is kept. Noise prediction is undefined at the last step of such a schedule:
-    use prediction "sample" or "v".
+    The first value is kept. Noise is undefined at the last step of such a schedule: use prediction
+    "sample" or "v", and leave that step unscaled (`skip_first: 1`).
     """
     root = np.sqrt(np.cumprod(1 - betas))
     first, last = root[0], root[-1]
