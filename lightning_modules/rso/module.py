@@ -24,6 +24,7 @@ from lightning_modules.rso.candidates import (
     make_pairs,
     select_candidates,
 )
+from lightning_modules.rso.evaluation import win_rate
 from lightning_modules.rso.pipeline import MadePairs, PairPipeline, Provenance, write_pairs
 from lightning_modules.rso.preference import PreferenceModule, Reference
 from lightning_modules.rso.reference_scores import pack, unpack
@@ -249,6 +250,12 @@ class RSO(PreferenceModule):
             folder,
         )  # fmt: skip
         made = pipeline.run(prompts, provenance)
+        gold = self.reward_model("gold")
+        if gold is not None and made.records:
+            # is the reward model right where it matters, among the accepted candidates?
+            columns = [[r[k] for r in made.records] for k in ("prompt", "chosen", "rejected")]
+            won = win_rate(gold.preference_logit(*columns))
+            made.statistics.add("gold_accuracy", float(won.sum()), len(won))
         means = made.statistics.means()
         rank_zero_info(
             f"{len(made.records)} pairs of {len(prompts)} prompts: "

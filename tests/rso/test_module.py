@@ -298,6 +298,8 @@ def test_shards_are_resumed_and_refuse_other_settings(tmp_path, monkeypatch):
     head, *rows = (folder / "pairs.jsonl").read_text().splitlines()
     provenance = json.loads(head)["provenance"]
     assert provenance["options"]["beta"] == 0.5
+    # the true reward labelled these pairs itself
+    assert provenance["statistics"]["gold_accuracy"] == pytest.approx(1.0, abs=0.1)
     assert provenance["sampling"]["temperature"] == 1.0
     assert provenance["options"]["seed"] == 0
     assert len(provenance["policy"]) == 16
