@@ -206,8 +206,8 @@ class Clipper:
                     torch.autograd.grad(loss, wanted, allow_unused=True)
             return self.ghost.squared_norms(count)
         finally:
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for buffer, old in buffers:
+                buffer.copy_(old)
             for metric, state, updates in states:
                 for name, value in state.items():
                     setattr(metric, name, value)
