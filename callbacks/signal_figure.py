@@ -17,8 +17,8 @@ def log_or_nan(value: float) -> float:
 def signal_figure(rows: list[dict[str, float]]) -> "Figure":
     """Draw gap and gradient of every layer, a line per measurement, from light (early) to dark.
 
-    Gaps are those behind the norm if finite, else behind the activation, else of the non-zero
-    spectrum. The dashed line is the exact mean behind a Haar-orthogonal map, for the first
+    Gaps are those behind the norm if most are finite, else behind the activation, else of the
+    non-zero spectrum. The dashed line is the exact mean behind a Haar-orthogonal map, for the first
     measurement, where the measured gap is the one that it predicts.
 
     Args:
@@ -77,8 +77,9 @@ def _finite(value: float) -> float:
 
 
 def _drawn_gap(rows: list[dict[str, float]]) -> str:
-    candidates = ("norm_gap", "act_gap", "norm_gap_nonzero", "act_gap_nonzero", "fc_gap")
+    candidates = ("norm_gap", "act_gap", "norm_gap_nonzero", "act_gap_nonzero")
     for name in candidates:
-        if any(math.isfinite(row.get(name, math.nan)) for row in rows):
+        measured = [row[name] for row in rows if not math.isnan(row.get(name, math.nan))]
+        if measured and 2 * sum(map(math.isfinite, measured)) > len(measured):
             return name
     return "fc_gap"

@@ -227,7 +227,7 @@ def read_csv(path: Path, label_column: str | int) -> Arrays:
         x float32 ``(n, features)`` and y ``(n,)`` (numbers or strings).
 
     Raises:
-        ValueError: If the column is missing or another column is not numeric.
+        ValueError: If the column is missing, a label is missing, or another column is not numeric.
     """
     import pandas as pd
 
@@ -251,6 +251,12 @@ def read_csv(path: Path, label_column: str | int) -> Arrays:
     if text:
         raise ValueError(f"{path}: columns {text[:5]} are not numeric; encode or drop them")
     labels = table[column]
+    if labels.isna().any():
+        row = int(labels.isna().to_numpy().argmax())
+        raise ValueError(
+            f"{path}: {int(labels.isna().sum())} labels are missing, the first in data row {row}: "
+            "drop these rows or fill them in"
+        )
     values = labels.to_numpy() if pd.api.types.is_numeric_dtype(labels) else labels.astype(str)
     return _checked(Arrays(features.to_numpy(dtype=np.float32), np.asarray(values)), path)
 

@@ -155,6 +155,18 @@ def test_npz(tmp_path):
     np.testing.assert_allclose(all_rows(data.test_set).x[:, 0].numpy(), images[:7] / 255, atol=1e-6)
 
 
+def test_named_classes_of_a_test_part(tmp_path):
+    x, y = RNG.normal(size=(12, 2)), np.array(["ant", "bee", "cow"] * 4)
+    np.savez(tmp_path / "a.npz", x=x, y=y, x_test=x[:2], y_test=np.array(["cow", "ant"]))
+    data = ready(source="npz", path=str(tmp_path / "a.npz"), val_fraction=0.0)
+    assert data.class_names == ["ant", "bee", "cow"]
+    assert data.train_set.y.tolist() == [0, 1, 2] * 4
+    assert data.test_set.y.tolist() == [2, 0]
+    np.savez(tmp_path / "b.npz", x=x, y=y, x_test=x[:2], y_test=np.array(["cow", "dog"]))
+    with pytest.raises(ValueError, match=r"test labels \['dog'\] do not occur in training"):
+        ready(source="npz", path=str(tmp_path / "b.npz"))
+
+
 def test_csv_with_a_named_and_with_a_last_column(tmp_path):
     table = tmp_path / "t.csv"
     lines = [f"{i},{2.5 * i},{'cat' if i % 2 else 'dog'}" for i in range(20)]
@@ -261,6 +273,9 @@ def test_refused_tables(tmp_path):
         ready(source="csv", path=str(table), label_column="target")
     with pytest.raises(ValueError, match="label_column=9"):
         ready(source="csv", path=str(table), label_column=9)
+    table.write_text("a,label\n1,cat\n2,\n3,dog\n")
+    with pytest.raises(ValueError, match="1 labels are missing, the first in data row 1"):
+        ready(source="csv", path=str(table))
 
 
 def test_synthetic_inputs_have_the_gap_they_promise():

@@ -186,6 +186,8 @@ def test_predicted_line_and_fallback_of_the_figure():
     assert list(axes.lines[-1].get_ydata()) == [1.0, 0.5, 1 / 3]
     for row in rows:
         row.update(norm_gap=math.inf, act_gap=math.inf, norm_gap_nonzero=0.5)
+    rows[1]["norm_gap"] = 2.0  # one finite layer says nothing of the others
+    rows[1]["predicted_gap"] = math.inf
     axes = signal_figure(rows).axes[1]
     assert axes.get_ylabel() == "isometry gap behind the norm (non-zero spectrum)"
     assert len(axes.lines) == 2
