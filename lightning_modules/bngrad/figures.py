@@ -71,6 +71,7 @@ def propagation_figure(curves: Mapping[str, LayerSignals]) -> Figure:
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
+    explained = False
     for (label, signals), colour in zip(curves.items(), COLOURS, strict=False):
         columns: dict[str, Any] = signals.columns
         norms = [math.log10(v) if v > 0 else math.nan for v in columns["grad_norm"]]
@@ -86,8 +87,9 @@ def propagation_figure(curves: Mapping[str, LayerSignals]) -> Figure:
         if any(map(math.isfinite, predicted)):
             right.plot(
                 signals.layers, predicted, color=colour, linestyle="--", linewidth=1.2,
-                label=f"{label}: exact mean behind a Haar layer",
+                label=None if explained else "exact mean behind a Haar layer",
             )  # fmt: skip
+            explained = True
     left.set(xlabel="layer", ylabel=r"$\log_{10}\,\|\partial\,$loss$/\partial W_l\|_F$")
     left.set_title("Gradient through depth", loc="left", fontweight="bold")
     right.set(xlabel="layer", ylabel="isometry gap of the activations")

@@ -353,19 +353,19 @@ class BNGrad(PaperModule):
         if not self._initial_signals and not self.network_arguments["learnable_gains"]:
             assert self.in_dim is not None
             assert self.out_dim is not None
-            for label, exponent in (("with gain", self.gain_exponent), ("without gain", 0.0)):
-                arguments = {
-                    **self.network_arguments,
-                    "gain_exponent": exponent,
-                    "sync_stats": False,
+            own = {**self.network_arguments, "sync_stats": False}
+            variants = {"initialisation": own}
+            if bool((self.network.gains != 1).any()):
+                variants = {
+                    "initialisation, with gain": own,
+                    "initialisation, without gain": {**own, "gain_exponent": 0.0, "gains": None},
                 }
-                if label == "without gain":
-                    arguments["gains"] = None
+            for label, arguments in variants.items():
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)
                     fresh = DeepBNMLP(self.in_dim, self.out_dim, **arguments).to(x.device, x.dtype)
                 signals = network_signals(fresh, x, lambda out: self._loss(out, y))
-                self._initial_signals[f"initialisation, {label}"] = signals
+                self._initial_signals[label] = signals
         now = network_signals(self.network, x, lambda out: self._loss(out, y))
         curves = {**self._initial_signals, "now": now}
         return {"signal_through_depth": propagation_figure(curves)}

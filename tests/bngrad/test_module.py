@@ -75,6 +75,10 @@ def test_loss_is_plain_cross_entropy_and_accuracy_is_correct_over_seen(tmp_path)
     assert [line.get_label() for line in figure.axes[0].lines] == [
         "initialisation, with gain", "initialisation, without gain", "now",
     ]  # fmt: skip
+    plain = BNGrad(depth=3, width=16, gain_exponent=0.0)
+    trainer(tmp_path, max_steps=1).fit(plain, data)
+    lines = plain.figures()["signal_through_depth"].axes[0].lines
+    assert [line.get_label() for line in lines] == ["initialisation", "now"]
 
 
 def test_checkpoint_alone_rebuilds_the_module(tmp_path):
