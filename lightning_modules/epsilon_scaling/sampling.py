@@ -347,6 +347,8 @@ class SamplesImages(PaperModule):
     def exposure_bias(self, x0: Tensor, labels: Tensor | None = None) -> ExposureBias:
         """Exposure bias of the present sampler, measured from images ``(n, c, h, w)``.
 
+        A guiding classifier is left out.
+
         Args:
             x0: Images.
             labels: Their labels ``(n,)``; read by class-conditional models only, which take the

@@ -3,10 +3,12 @@
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from callbacks import ExposureBiasMonitor
 from datamodules import Images
 from lightning_modules import EpsilonScaling
 
@@ -19,9 +21,13 @@ UNET = {
 }
 
 
-def digits(batch_size: int) -> Images:
+def digits(batch_size: int, val_fraction: float = 0.1) -> Images:
     return Images(
-        "digits", scaling="minus_one_one", flatten=False, batch_size=batch_size, val_fraction=0.1
+        "digits",
+        scaling="minus_one_one",
+        flatten=False,
+        batch_size=batch_size,
+        val_fraction=val_fraction,
     )
 
 
@@ -97,3 +103,33 @@ def quality_values(devices: int, batch_size: int, folder: str) -> dict[str, floa
     )
     values = trainer.test(model, datamodule=digits(batch_size), verbose=False)[0]
     return {name: float(value) for name, value in values.items()}
+
+
+def exposure_bias(folder: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """Curve of the monitor, that of this rank's images alone, and how many they are."""
+    seed_everything(3)
+    torch.set_num_threads(1)
+    model = EpsilonScaling(network_args={"width": 16, "blocks": 1}, respacing="3")
+    measure, own = model.exposure_bias, []
+
+    def noted(x0: torch.Tensor, labels: torch.Tensor | None = None):
+        bias = measure(x0, labels)
+        own.append((bias.training_norm.numpy(), len(x0)))
+        return bias
+
+    model.exposure_bias = noted
+    monitor = ExposureBiasMonitor(samples=100)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        callbacks=[monitor],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+    )
+    trainer.validate(model, datamodule=digits(32, 0.0995), verbose=False)
+    return monitor.curves["training_norm"].numpy(), *own[-1]

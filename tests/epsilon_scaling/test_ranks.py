@@ -46,6 +46,14 @@ def test_sharded_unet(ranks, tmp_path):
     assert torch.isfinite(loaded.sample(torch.arange(2))).all()
 
 
+def test_exposure_bias_is_the_mean_over_the_images_of_all_ranks(ranks, tmp_path):
+    logged, own, counts = zip(*ranks(jobs.exposure_bias, str(tmp_path)), strict=True)
+    assert sorted(counts) == [71, 72]
+    np.testing.assert_array_equal(*logged)
+    assert np.abs(own[0] - own[1]).max() > 1e-6
+    np.testing.assert_allclose(logged[0], np.average(own, axis=0, weights=counts), rtol=1e-5)
+
+
 def test_test_metrics(ranks, tmp_path):
     one = jobs.quality_values(1, 100, str(tmp_path))
     first, second = ranks(jobs.quality_values, 2, 50, str(tmp_path))
