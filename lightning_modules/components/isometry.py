@@ -143,7 +143,8 @@ def batched_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> T
 
 
 def _normalised(columns: Tensor) -> Tensor:
-    return columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
+    unit: Tensor = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
+    return unit
 
 
 def nonzero_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> Tensor:

@@ -188,5 +188,6 @@ def image_grid(images: Tensor, columns: int | None = None, margin: int = 1) -> T
     colour = images[..., :1].expand(-1, -1, -1, 3) if channels < 3 else images[..., :3]
     tiles = torch.full((rows * columns, height + margin, width + margin, 3), 255, dtype=torch.uint8)
     tiles[:count, margin:, margin:] = colour.cpu()
-    lines = tiles.unflatten(0, (rows, columns)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    lines = tiles.reshape(rows, columns, *tiles.shape[1:]).transpose(1, 2).flatten(2, 3)
+    lines = lines.flatten(0, 1)
     return functional.pad(lines, (0, 0, 0, margin, 0, margin), value=255)
