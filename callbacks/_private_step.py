@@ -38,6 +38,11 @@ def check_trainer(trainer: Trainer) -> None:
             "were sampled separately: set it to 1 and raise data.batch_size; chunk_size bounds "
             "the memory"
         )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise MisconfigurationException(
+            "trainer.reload_dataloaders_every_n_epochs replaces the sampling that the guarantee "
+            "was computed for: set it to 0"
+        )
     if trainer.precision in ("16-mixed", "16-true", "bf16-true", "transformer-engine"):
         raise MisconfigurationException(
             f"trainer.precision={trainer.precision} rescales or rounds gradients: use 32-true or "

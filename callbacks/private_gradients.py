@@ -64,8 +64,9 @@ class PrivateGradients(Callback):
 
     - ``ghost``: from the layers' inputs and output gradients of the ordinary backward pass. Takes
       any ``training_step`` that returns the mean over examples of a loss in which examples do not
-      mix; layers: linear, convolution, embedding, layer and group norm. The first batch checks
-      that the layers account for the whole gradient.
+      mix; layers: linear, convolution, embedding, layer and group norm. In one process the first
+      batch checks that the layers account for the whole gradient and, with automatic
+      optimisation, that examples do not mix.
     - ``vmap``: ``torch.func`` on ``example_losses(batch) -> (batch,)`` of the module, or without
       that on ``training_step`` of batches of one. Any layer without state.
     - ``auto``: ghost if every trainable layer has a rule, else vmap.
@@ -83,8 +84,8 @@ class PrivateGradients(Callback):
         tail: bounds of the Poisson accountant, see ``PoissonAccountant``.
         delta1: part of delta that the Poisson accountant spends on them; default half.
         clipping: see above.
-        loss_reduction: of ``training_step`` over the local batch, for ``ghost``; a wrong value
-            changes at which size gradients are clipped, never the bound on a contribution.
+        loss_reduction: of ``training_step`` over the local batch, for ``ghost``. A wrong value
+            makes the length at which gradients are clipped depend on the size of the batch.
         chunk_size: examples at once for ``vmap``.
         noise_seed: fixes the noise; only with ``allow_deterministic_noise``. Default: a fresh
             secret seed for every run, kept in the checkpoint so that a resumed run continues it.

@@ -170,6 +170,15 @@ def test_training_on_from_a_run_without_privacy_is_refused(tmp_path: Path) -> No
         fit(Net(), private(), ckpt=path)
 
 
+def test_a_delta_that_means_nothing_and_a_sweep_are_said_to_be_so(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    with (
+        pytest.warns(UserWarning, match="at least 1/48, one over the number of examples"),
+        pytest.warns(UserWarning, match="this run belongs to a sweep"),
+    ):
+        fit(Net(), private(delta=0.03), max_epochs=1)
+
+
 def test_the_choice_of_batches_is_as_secret_as_the_noise(tmp_path: Path) -> None:
     path = tmp_path / "middle.ckpt"
     first, second, resumed = Batches(save_after=8, path=path), Batches(), Batches()

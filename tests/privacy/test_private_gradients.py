@@ -289,6 +289,7 @@ def test_budget_stops_before_it_is_exceeded() -> None:
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         ({"precision": "bf16-true"}, "precision=bf16-true"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
         ({"max_epochs": -1}, "set trainer.max_epochs or trainer.max_steps"),
     ],
 )
