@@ -57,11 +57,17 @@ class PrivacyBudget(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fail early if there is nothing to watch."""
         self._source(trainer)
+        self._last_step = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Find the last step that the budget allows, once the source is ready."""
+        if self._last_step is not None and trainer.global_step >= self._last_step:
+            raise MisconfigurationException(
+                f"stop_at={self.stop_at:g} ends training after step {self._last_step}, but the "
+                "trainer goes on: leave out trainer.min_epochs and min_steps"
+            )
         if self.stop_at is None or self._last_step is not None:
             return
         source = self._source(trainer)

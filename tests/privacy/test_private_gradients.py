@@ -281,6 +281,15 @@ def test_budget_stops_before_it_is_exceeded() -> None:
     spent = private.privacy_spent()
     assert trainer.global_step < 40
     assert spent.epsilon <= 5.0 < private.privacy_spent(ahead=1).epsilon
+    with pytest.raises(MisconfigurationException, match=r"leave out trainer\.min_epochs"):
+        fit(
+            Plain(),
+            fixed(sampling="poisson"),
+            data(sampling="poisson"),
+            epochs=8,
+            callbacks=[budget],
+            min_epochs=8,
+        )
 
 
 @pytest.mark.parametrize(
