@@ -82,9 +82,9 @@ class ClassifierFeatures(nn.Module):
         """Features ``(n, hidden)`` of images ``(n, c, h, w)`` in [-1, 1]."""
         return torch.relu(x.flatten(1) @ self.weight + self.bias)
 
-    def probabilities(self, x: Tensor) -> Tensor:
-        """Class probabilities ``(n, classes)``."""
-        return torch.softmax(self(x) @ self.out_weight + self.out_bias, dim=1)
+    def probabilities(self, rows: Tensor) -> Tensor:
+        """Class probabilities ``(n, classes)`` of features ``(n, hidden)``."""
+        return torch.softmax(rows.to(self.out_weight) @ self.out_weight + self.out_bias, dim=1)
 
 
 class PixelFeatures(nn.Module):

@@ -45,9 +45,10 @@ class EpsilonScaling(SamplesImages):
     error of the noise by quarter of the timesteps (``val/mse_q1`` is the cleanest), both with
     fixed noise. Testing draws `samples_per_image` samples for every test image, with the same
     noise for every lambda in `compare`, and logs ``test/fd_<features>`` (Fréchet distance),
-    ``kd`` (kernel distance), ``sw`` (sliced Wasserstein), ``precision`` and ``recall``; the name of
-    another lambda follows after ``@``. Prediction draws samples, written as ``samples.npz``
-    (``arr_0`` uint8 NHWC, ``arr_1`` labels) and ``samples.png``.
+    ``kd`` (kernel distance), ``sw`` (sliced Wasserstein), ``precision``, ``recall`` and,
+    with classifier features, ``is`` (Inception score of its probabilities); the name of another
+    lambda follows after ``@``. Prediction draws samples, written as ``samples.npz`` (``arr_0``
+    uint8 NHWC, ``arr_1`` labels) and ``samples.png``.
 
     Args:
         network: "mlp" (tiny images), "unet" (ADM) or "exact" (closed form for a mixture around

@@ -24,7 +24,7 @@ from lightning_modules.epsilon_scaling.baselines import analytic_log_variances, 
 from lightning_modules.epsilon_scaling.batches import Images, ImagesInMemory, rows_of
 from lightning_modules.epsilon_scaling.checks import check_images
 from lightning_modules.epsilon_scaling.exposure_bias import ExposureBias, measure_exposure_bias
-from lightning_modules.epsilon_scaling.features import FEATURES, build_features
+from lightning_modules.epsilon_scaling.features import FEATURES, ClassifierFeatures, build_features
 from lightning_modules.epsilon_scaling.generation import (
     PositionNoise,
     SamplerSettings,
@@ -39,6 +39,7 @@ from lightning_modules.epsilon_scaling.quality import (
     read_reference,
     reference_distance,
 )
+from lightning_modules.epsilon_scaling.sample_metrics import inception_score
 from lightning_modules.epsilon_scaling.schedule import EpsilonSchedule
 
 if TYPE_CHECKING:
@@ -305,7 +306,13 @@ class SamplesImages(PaperModule):
             rows = self.sample_rows[place]
             assert isinstance(rows, FeatureRows)
             suffix = f"@{schedule.describe()}" if place else ""
-            values = quality(self._hidden["reference"], rows.compute(), self._feature_name)
+            generated = rows.compute()
+            values = quality(self._hidden["reference"], generated, self._feature_name)
+            features = self._hidden["features"]
+            if isinstance(features, ClassifierFeatures):
+                values[f"is_{self._feature_name}"] = inception_score(
+                    features.probabilities(generated)
+                )
             for name, value in values.items():
                 self.log(f"test/{name}{suffix}", value, rank_zero_only=False)
 

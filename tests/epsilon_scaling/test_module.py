@@ -149,6 +149,7 @@ def test_exact_test_and_search(tmp_path):
     )
     assert values["test/fd_classifier"] < base["test/fd_classifier"]
     assert 0.9 < values["test/precision_classifier"] <= 1
+    assert 5 < values["test/is_classifier"] < 10  # ten classes, nearly all told apart
     assert set(plain.figures()) == {"samples_1", "samples_1.025"}
     assert not any("fid" in name for name in values)
 
