@@ -100,7 +100,10 @@ def find_points(
         if point.key in without_ca:
             raise ValueError(f"mutation {point}: residue {place(point.key)} has no C-alpha atom")
         if point.key not in nodes:
-            outside = f"mutation {point}: {place(point.key)} is not a residue of the interface"
+            outside = (
+                f"mutation {point}: {place(point.key)} is not a residue of the interface "
+                "(beyond its radius, absent, or not one of the 20 standard residues)"
+            )
             continue
         node = nodes[point.key]
         if types[node] != point.wild:

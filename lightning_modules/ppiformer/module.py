@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -142,22 +143,22 @@ class PPIformer(PaperModule):
         self.impute = impute
         self.weights, self.ensemble = weights, ensemble
         self.network = InterfaceNetwork(
-            channels,
-            vectors,
-            depth,
-            heads,
-            head_widths,
-            radial_hidden,
-            edge_embedding,
-            radius,
-            gate_heads,
-            reference_attention,
-            chain_tokens,
-            encoder,
-            read_out,
-            correction,
-            Scoring(unbound, contexts, context_ratio, max_variants),
-            activation_checkpointing,
+            channels=channels,
+            vectors=vectors,
+            depth=depth,
+            heads=heads,
+            head_widths=head_widths,
+            radial_hidden=radial_hidden,
+            edge_embedding=edge_embedding,
+            radius=radius,
+            gate_heads=gate_heads,
+            reference_attention=reference_attention,
+            chain_tokens=chain_tokens,
+            encoder=encoder,
+            read_out=read_out,
+            correction=correction,
+            scoring=Scoring(unbound, contexts, context_ratio, max_variants),
+            activation_checkpointing=activation_checkpointing,
         )
         fixed = None if class_weights == "inverse_frequency" else make_class_weights(class_weights)
         self.register_buffer("class_weight", torch.ones(20) if fixed is None else fixed)
@@ -317,6 +318,22 @@ class PPIformer(PaperModule):
             prediction = self.predict_step(batch, batch_idx)
             self._rows += rows_of(prediction)
             self.test_ddg.update(prediction["ddg"].to(batch.ddg), batch.ddg, batch.group)
+
+    def _warn_untrained(self) -> None:
+        """A network that never saw data ranks at random, which its table would not tell."""
+        if self.weights is None and not self.ensemble and not int(self.training_iterations):
+            rank_zero_warn(
+                "the network was never trained, its predictions are random: give --ckpt_path, "
+                "model.init_args.weights or model.init_args.ensemble"
+            )
+
+    def on_predict_start(self) -> None:
+        """Warn of a network without training."""
+        self._warn_untrained()
+
+    def on_test_start(self) -> None:
+        """Warn of a network without training."""
+        self._warn_untrained()
 
     def on_test_epoch_start(self) -> None:
         """Start a new table."""

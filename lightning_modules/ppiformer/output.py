@@ -89,7 +89,7 @@ def heat_map(rows: Sequence[Row], title: str = "") -> Figure | None:
     axes = figure.subplots()
     bound = max(float(np.nanmax(np.abs(matrix))), 1e-6)
     image = axes.imshow(matrix, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto")
-    axes.set_xticks(range(len(sites)), sites, rotation=90, fontsize=5)
+    axes.set_xticks(range(len(sites)), sites, rotation=90, fontsize=8 if len(sites) <= 20 else 5)
     axes.set_yticks(range(20), list(RESIDUES), fontsize=6)
     axes.set_xlabel("wild type and residue")
     axes.set_ylabel("mutant")
@@ -116,6 +116,7 @@ def interface_figure(
         values: (residues,) shown as colour, for example the mean ddG of a scan.
         title: of the figure.
     """
+    from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
     points, side = np.asarray(position, dtype=float), np.asarray(chain)
@@ -127,15 +128,16 @@ def interface_figure(
     flat = (points - points.mean(0)) @ axes_of.T
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     for panel, (first, second) in zip(figure.subplots(1, 2), ((0, 1), (0, 2)), strict=True):
-        for i, j in zip(edges[crossing, 0].tolist(), other[crossing].tolist(), strict=True):
-            panel.plot(flat[[i, j], first], flat[[i, j], second], color="0.8", lw=0.5, zorder=0)
+        plane = flat[:, [first, second]]
+        ends = np.stack([plane[edges[crossing, 0]], plane[other[crossing]]], axis=1)
+        panel.add_collection(LineCollection(list(ends), colors="0.8", linewidths=0.5, zorder=0))
         for number in np.unique(side):
             rows = side == number
             if values is None:
-                panel.scatter(*flat[rows][:, [first, second]].T, s=18, label=f"chain {number}")
+                panel.scatter(*plane[rows].T, s=18, label=f"chain {number}")
             else:
                 panel.scatter(
-                    *flat[rows][:, [first, second]].T,
+                    *plane[rows].T,
                     s=22,
                     c=np.asarray(values)[rows],
                     cmap="viridis",
@@ -146,8 +148,9 @@ def interface_figure(
                 )
         panel.set_xlabel(f"principal axis {first + 1} (A)")
         panel.set_ylabel(f"principal axis {second + 1} (A)")
-        panel.set_aspect("equal")
-    figure.axes[0].legend(fontsize=7)
+        panel.set_aspect("equal", adjustable="datalim")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=7)
     figure.suptitle(title, fontsize=9)
     return figure
 

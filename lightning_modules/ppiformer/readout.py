@@ -121,12 +121,13 @@ def sum_points(values: Tensor, batch: MutationBatch) -> Tensor:
     return values.new_zeros(shape).index_add(0, batch.point_mutation, values)
 
 
-def _log_odds(log_probability: Tensor, batch: MutationBatch, variant: Tensor | None) -> Tensor:
-    """Per point log p(wild type) - log p(mutant); ``variant`` None: all in variant 0."""
-    node = batch.point_node
-    row = log_probability[node, 0 if variant is None else variant[batch.point_mutation]]
-    wild = row.gather(1, batch.types[node][:, None])
-    return (wild - row.gather(1, batch.point_type[:, None]))[:, 0]
+def _log_odds(logits: Tensor, wild: Tensor, mutant: Tensor) -> Tensor:
+    """(points, 20) logits to log p(wild type) - log p(mutant), at least in single precision."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    log_probability = torch.log_softmax(logits, dim=-1)
+    types = torch.stack([wild, mutant], dim=1)
+    at_wild, at_mutant = log_probability.gather(1, types).unbind(1)
+    return at_wild - at_mutant
 
 
 def masked_marginals(
@@ -169,11 +170,7 @@ def masked_marginals(
         embedding = encode(types[:, None, :] * shown[..., None])
         node = batch.point_node[here]
         logits = classifier(embedding[node, of_point[here] - start])
-        log_probability = torch.log_softmax(
-            logits if logits.dtype == torch.float64 else logits.float(), dim=-1
-        )
-        wild = log_probability.gather(1, batch.types[node][:, None])
-        odds = (wild - log_probability.gather(1, batch.point_type[here][:, None]))[:, 0]
+        odds = _log_odds(logits, batch.types[node], batch.point_type[here])
         result = result.index_add(0, batch.point_mutation[here], odds.to(result.dtype))
     return result
 
@@ -184,7 +181,9 @@ def wt_marginals(encode: Encode, classifier: nn.Module, batch: MutationBatch) ->
     Not antisymmetric: the wild type is part of the context.
     """
     embedding = encode(one_hot(batch.types, next(classifier.parameters()).dtype)[:, None])
-    return sum_points(_log_odds(torch.log_softmax(classifier(embedding), -1), batch, None), batch)
+    node = batch.point_node
+    logits = classifier(embedding[node, 0])
+    return sum_points(_log_odds(logits, batch.types[node], batch.point_type), batch)
 
 
 def _wild_and_mutant(

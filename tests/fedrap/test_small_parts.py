@@ -126,6 +126,30 @@ def test_poisson_sampling_by_integration(order):
     assert privacy.rdp_poisson(sigma, ratio, order) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("order", [2, 3, 8])
+def test_fixed_size_bound_covers_a_replaced_client(order):
+    """A client's upload turns from the clip into minus the clip: the furthest it can move."""
+    sigma, ratio = 2.5, 0.1
+
+    def log_mixture(x, shift):
+        parts = norm.logpdf(x, [0, shift], sigma) + np.log([1 - ratio, ratio])
+        return float(np.logaddexp(*parts))
+
+    def integrand(x):
+        return math.exp(order * log_mixture(x, 1) + (1 - order) * log_mixture(x, -1))
+
+    moment = quad(integrand, -60, 60, limit=500)[0]
+    exact = math.log(moment) / (order - 1)
+    bound = privacy.rdp_fixed_size(sigma, ratio, order)
+    unsampled = privacy.rdp_gaussian(sigma / 2, order)
+    assert 0 < exact <= bound < unsampled
+    assert privacy.rdp_fixed_size(sigma, 1.0, order) == unsampled
+    # theorem 9 of Wang et al. by hand at order 2: one term, epsilon(2) = 2 / (2 (sigma / 2)^2)
+    two = 4 / sigma**2
+    first = ratio**2 * min(4 * math.expm1(two), 2 * math.exp(two))
+    assert privacy.rdp_fixed_size(sigma, ratio, 2) == pytest.approx(math.log1p(first), rel=1e-12)
+
+
 def test_sampling_helps_and_rounds_cost():
     full = privacy.spent_epsilon(2.0, 1.0, 10, 1e-5)
     sampled = privacy.spent_epsilon(2.0, 0.1, 10, 1e-5)

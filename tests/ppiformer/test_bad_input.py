@@ -206,3 +206,9 @@ def test_checkpoints(tmp_path):
     torch.save({"state_dict": {"a": torch.zeros(1)}}, path)
     with pytest.raises(ValueError, match="no encoder weights"):
         read_weights(path)
+
+
+def test_a_residue_that_is_no_standard_one_is_told():
+    structure = parse_pdb(pdb(*TWO) + pdb(("A", 3, 6.0)).replace(b"SER", b"MSE"), "1abc")
+    with pytest.raises(ValueError, match=r"A:3 is not a residue .*20 standard residues"):
+        place_labels(residue_table(structure), [Label(parse_mutation("MA3A"))], outside="error")

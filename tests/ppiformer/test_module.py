@@ -3,6 +3,7 @@
 import csv
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -319,3 +320,16 @@ def test_figures(tmp_path):
     assert matrix[15, 0] == 0.0
     assert np.isnan(matrix).sum() == 18
     assert heat_map(rows[1:]) is None
+
+
+def test_a_network_without_training_says_so(tmp_path):
+    data = small_data(task="scan", interfaces=1)
+    with pytest.warns(UserWarning, match="never trained, its predictions are random"):
+        trainer(tmp_path).predict(build(), data)
+    trained = build()
+    fit = trainer(tmp_path, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
+    fit.fit(trained, small_data())
+    fit.save_checkpoint(tmp_path / "trained.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*never trained")
+        trainer(tmp_path).predict(build(), data, ckpt_path=tmp_path / "trained.ckpt")
