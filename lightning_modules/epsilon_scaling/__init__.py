@@ -12,19 +12,14 @@ from lightning_modules.epsilon_scaling.exposure_bias import (
     matched_schedule,
     measure_exposure_bias,
 )
-from lightning_modules.epsilon_scaling.generation import (
-    PositionNoise,
-    SamplerSettings,
-    generate,
-    image_grid,
-    to_uint8,
-)
+from lightning_modules.epsilon_scaling.generation import PositionNoise, SamplerSettings, generate
 from lightning_modules.epsilon_scaling.lambda_search import (
     SearchResult,
     golden_section_search,
     grid_search,
 )
 from lightning_modules.epsilon_scaling.module import EpsilonScaling
+from lightning_modules.epsilon_scaling.pictures import image_grid, to_uint8
 from lightning_modules.epsilon_scaling.scaled_model import ScaledModel
 from lightning_modules.epsilon_scaling.schedule import EpsilonSchedule
 

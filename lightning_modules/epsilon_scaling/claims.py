@@ -22,9 +22,8 @@ from lightning_modules.epsilon_scaling.generation import (
     PositionNoise,
     SamplerSettings,
     generate,
-    image_grid,
-    to_uint8,
 )
+from lightning_modules.epsilon_scaling.pictures import image_grid, to_uint8
 from lightning_modules.epsilon_scaling.sample_metrics import frechet_distance
 from lightning_modules.epsilon_scaling.schedule import EpsilonSchedule
 

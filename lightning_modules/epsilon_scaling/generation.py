@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lightning_modules.components.diffusion import (
     AncestralSampler,
@@ -173,21 +172,3 @@ def generate(
         gradient,
         model_index=shift,
     )
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """Images ``(n, c, h, w)`` in [-1, 1] as ``(n, h, w, c)`` uint8, truncated as is usual."""
-    return ((images + 1) * 127.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
-
-
-def image_grid(images: Tensor, columns: int | None = None, margin: int = 1) -> Tensor:
-    """Tile ``(n, h, w, c)`` uint8 images to one ``(H, W, 3)`` uint8 picture."""
-    count, height, width, channels = images.shape
-    columns = columns or max(1, round(count**0.5))
-    rows = -(-count // columns)
-    colour = images[..., :1].expand(-1, -1, -1, 3) if channels < 3 else images[..., :3]
-    tiles = torch.full((rows * columns, height + margin, width + margin, 3), 255, dtype=torch.uint8)
-    tiles[:count, margin:, margin:] = colour.cpu()
-    lines = tiles.reshape(rows, columns, *tiles.shape[1:]).transpose(1, 2).flatten(2, 3)
-    lines = lines.flatten(0, 1)
-    return functional.pad(lines, (0, 0, 0, margin, 0, margin), value=255)

@@ -25,14 +25,9 @@ from lightning_modules.epsilon_scaling.batches import Images, ImagesInMemory, ro
 from lightning_modules.epsilon_scaling.checks import check_images
 from lightning_modules.epsilon_scaling.exposure_bias import ExposureBias, measure_exposure_bias
 from lightning_modules.epsilon_scaling.features import FEATURES, ClassifierFeatures, build_features
-from lightning_modules.epsilon_scaling.generation import (
-    PositionNoise,
-    SamplerSettings,
-    generate,
-    image_grid,
-    to_uint8,
-)
+from lightning_modules.epsilon_scaling.generation import PositionNoise, SamplerSettings, generate
 from lightning_modules.epsilon_scaling.lambda_search import golden_section_search, grid_search
+from lightning_modules.epsilon_scaling.pictures import grid_figure, to_uint8, write_samples
 from lightning_modules.epsilon_scaling.quality import (
     FeatureRows,
     quality,
@@ -399,20 +394,12 @@ class SamplesImages(PaperModule):
 
     def write_predictions(self, predictions: list[Samples], folder: Path) -> list[Path]:
         """Write ``samples.npz`` and a grid of the first 256 as ``samples.png``."""
-        import matplotlib.image
-        import numpy as np
-
-        images = torch.cat([each.images for each in predictions])
-        arrays = {"arr_0": images.numpy()}
         labels = [each.labels for each in predictions if each.labels is not None]
-        if labels:
-            arrays["arr_1"] = torch.cat(labels).numpy()
-        np.savez(folder / "samples.npz", **arrays)  # type: ignore[arg-type]
-        # Tiny images are enlarged, so that the grid can be looked at.
-        enlarge = max(1, 32 // images.shape[1])
-        shown = images[:256].repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-        matplotlib.image.imsave(folder / "samples.png", image_grid(shown).numpy())
-        return [folder / "samples.npz", folder / "samples.png"]
+        return write_samples(
+            folder,
+            torch.cat([each.images for each in predictions]),
+            torch.cat(labels) if labels else None,
+        )
 
     def figures(self) -> "dict[str, Figure]":
         """Samples per lambda after a test; a preview after validation if asked for."""
@@ -424,15 +411,7 @@ class SamplesImages(PaperModule):
                 labels = (positions % self.num_classes).to(self.device)
             images = self.sample(positions, labels, purpose="preview")
             grids = {self.epsilon_schedule.describe(): to_uint8(images).cpu()}
-        return {f"samples_{name}": _grid_figure(grid, name) for name, grid in grids.items()}
-
-
-def _grid_figure(images: Tensor, title: str) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4, 4.3))
-    axes = figure.add_subplot()
-    axes.imshow(image_grid(images).numpy(), interpolation="nearest")
-    axes.set_title(f"epsilon scale {title}")
-    axes.axis("off")
-    return figure
+        return {
+            f"samples_{name}": grid_figure(grid, f"epsilon scale {name}")
+            for name, grid in grids.items()
+        }
