@@ -38,7 +38,7 @@ def check_trainer(trainer: Trainer) -> None:
             "were sampled separately: set it to 1 and raise data.batch_size; chunk_size bounds "
             "the memory"
         )
-    if trainer.reload_dataloaders_every_n_epochs:
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "trainer.reload_dataloaders_every_n_epochs replaces the sampling that the guarantee "
             "was computed for: set it to 0"
