@@ -46,7 +46,9 @@ CLOSED_FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "expected"), CLOSED_FORMS, ids=lambda x: repr(x)[:28])
+@pytest.mark.parametrize(
+    ("schedule", "expected"), CLOSED_FORMS, ids=[repr(schedule) for schedule, _ in CLOSED_FORMS]
+)
 def test_closed_form(schedule, expected) -> None:
     clocks = [*range(30), 10_000]
     values = [schedule(a) for a in clocks]
