@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_modules.components.randomness import generator_from
+from lightning_modules.components.randomness import generator_from, secret_generator
 
 __all__ = ["BallsInBinsOrder", "CyclicPoissonOrder", "FixedOrder", "PoissonOrder"]
 
@@ -67,8 +67,10 @@ class _PrivateOrder:
             yield self.global_batch(position)[self.rank :: self.world_size].tolist()
 
     def _chosen(self, position: int) -> Tensor:
-        seed = self.seed if self.secret is None else (self.seed, self.secret)
-        generator = generator_from(seed, self.scheme, self.epoch, position)
+        key = (self.seed, self.scheme, self.epoch, position)
+        generator = (
+            generator_from(*key) if self.secret is None else secret_generator(*key, self.secret)
+        )
         # float64: float32 has steps of 6e-8, which would change a small probability
         return torch.rand(self.size, generator=generator, dtype=torch.float64)
 

@@ -1,5 +1,7 @@
 """Noise that is the same for any number of ranks and after any interruption."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lightning_modules.components.privacy import (
     Strategy,
     WhiteNoise,
 )
+from lightning_modules.components.randomness import secret_generator
 
 STRATEGIES = [
     Identity(),
@@ -134,3 +137,19 @@ def test_a_neighbour_moves_the_strategy_transformed_stream_by_at_most_the_sensit
         same = np.zeros((n, 1))
         same[::5] = 1.0
         assert np.linalg.norm(strategy.matrix(n) @ same) == pytest.approx(bound)
+
+
+def test_secret_generators_keep_the_whole_key() -> None:
+    # a seed of the CPU's generator is cut to 32 bits
+    assert torch.equal(
+        *(torch.randn(4, generator=torch.Generator().manual_seed(5 + k * 2**32)) for k in (0, 9))
+    )
+    key = (7, 3, 0)
+    words = np.frombuffer(hashlib.shake_256(repr(key).encode()).digest(4 * 624), "<u4")
+    twister = np.random.MT19937()
+    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": 624}}
+    drawn = torch.empty(1000, dtype=torch.int32).random_(generator=secret_generator(*key))
+    np.testing.assert_array_equal(drawn.numpy(), twister.random_raw(1000) & 0x7FFFFFFF)
+    assert torch.equal(
+        WhiteNoise(20, 7)(3), torch.empty(20).normal_(generator=secret_generator(7, 3, 0))
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.components.privacy.correlation import Correlator
-from lightning_modules.components.randomness import generator_from
+from lightning_modules.components.randomness import secret_generator
 
 CHUNK = 2**18
 
@@ -58,7 +58,7 @@ class WhiteNoise:
         place = 0
         for q, start, stop in self.spans:
             part = out[place : place + stop - start]
-            part.normal_(generator=generator_from(self.seed, t, q, device=self.device))
+            part.normal_(generator=secret_generator(self.seed, t, q, device=self.device))
             place += stop - start
         return out
 
