@@ -217,9 +217,13 @@ class EpsilonScaling(SamplesImages):
     # ------------------------------------------------------------------ network
 
     def setup(self, stage: str) -> None:
-        """Learn the shape of the images; refuse to train what has no weights."""
+        """Forget what was computed from other data or weights; refuse to train without weights."""
         if stage == "fit" and self.network == "exact":
             raise ValueError("network 'exact' has nothing to train: use test or predict")
+        for name in ("features", "reference", "analytic"):
+            self._hidden.pop(name, None)
+        if self.network == "exact":
+            self.denoiser = None  # its centres are the training images
 
     def configure_model(self) -> None:
         """Build the network once, and shard it under `ModelParallelStrategy`."""

@@ -401,6 +401,22 @@ def test_wrongly_scaled_images_are_refused(tmp_path):
         trainer(tmp_path).fit(EpsilonScaling(**SMALL), datamodule=data)
 
 
+def test_second_test_takes_its_own_reference(tmp_path):
+    def model() -> EpsilonScaling:
+        return EpsilonScaling("mlp", SMALL["network_args"], respacing="2", feature_network="pixels")
+
+    torch.manual_seed(0)
+    used = model()
+    run = trainer(tmp_path)
+    run.test(used, datamodule=digits(seed=1), verbose=False)
+    again = run.test(used, datamodule=digits(seed=2), verbose=False)[0]
+    fresh = model()
+    fresh.image_shape = [1, 8, 8]
+    fresh.configure_model()
+    fresh.load_state_dict(used.state_dict())
+    assert again == trainer(tmp_path).test(fresh, datamodule=digits(seed=2), verbose=False)[0]
+
+
 def test_own_feature_network(tmp_path):
     model = EpsilonScaling(
         "exact",
