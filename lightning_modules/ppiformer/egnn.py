@@ -11,7 +11,7 @@ from lightning_modules.ppiformer.geometry import COORDINATE_SCALE, Geometry, bui
 class EGNNEncoder(nn.Module):
     """Equivariant graph neural network (Satorras et al., 2021) with fixed coordinates.
 
-    Messages see features, the squared distance and the chain token; vector inputs enter through
+    Messages see features, the distance and the chain token; vector inputs enter through
     their products with the edge direction, so that the virtual C-beta is used.
 
     Args:

@@ -44,6 +44,8 @@ class GroupedDDG(Metric):
         self.minimum, self.thresholds = minimum, tuple(thresholds)
         for name in ("predicted", "target", "group"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
+        # of the last computation, over all ranks: what the means are taken of
+        self.table: dict[str, Any] = {}
 
     def update(self, predicted: Tensor, target: Tensor, group: Tensor) -> None:
         """Add (rows,) predictions, labels and group numbers; rows with NaN don't count."""
@@ -68,8 +70,12 @@ class GroupedDDG(Metric):
         return p[order], t[order], g[order]
 
     def compute(self) -> dict[str, Any]:
-        """Means over groups under lower-case names, and `mutations` and `groups`."""
+        """Means over groups under lower-case names, and `mutations` and `groups`.
+
+        `table` then holds the whole result of `evaluate`.
+        """
         predicted, target, group = self.rows()
+        self.table = {}
         result: dict[str, Any] = {"mutations": float(len(target))}
         if not len(target):
             return result
@@ -81,6 +87,7 @@ class GroupedDDG(Metric):
                 for value in self.thresholds
                 if value != 0
             }
+        self.table = block
         result["groups"] = float(len(block["per_group"]))
         if not block["per_group"]:
             return result

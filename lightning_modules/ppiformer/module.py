@@ -25,6 +25,7 @@ from lightning_modules.ppiformer.output import (
     rows_of,
     scatter_figure,
     write_csv,
+    write_metrics,
 )
 from lightning_modules.ppiformer.residues import class_weights as make_class_weights
 
@@ -341,7 +342,7 @@ class PPIformer(PaperModule):
         self._rows = []
 
     def on_test_epoch_end(self) -> None:
-        """Metrics per group, ranks of a case study, and the table."""
+        """Mean metrics, ranks of a case study, the table of mutations and that of groups."""
         self._log_ddg(self.test_ddg, "test")
         improving = getattr(self._datamodule(), "improving", None)
         if improving and self._rows:
@@ -355,6 +356,9 @@ class PPIformer(PaperModule):
             Path(folder).mkdir(parents=True, exist_ok=True)
             rank = "" if self.global_rank == 0 else f".rank{self.global_rank}"
             write_csv(self._rows, Path(folder) / f"test_ddg{rank}.csv")
+            if self.global_rank == 0 and self.test_ddg.table:
+                names = getattr(self._datamodule(), "group_names", [])
+                write_metrics(self.test_ddg.table, names, Path(folder) / "test_metrics.csv")
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """DdG of the mutations of a batch, or residue embeddings where there are none.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lightning_modules.ppiformer.evaluation import METRICS
 from lightning_modules.ppiformer.residues import RESIDUES
 
 if TYPE_CHECKING:
@@ -53,6 +54,30 @@ def write_csv(rows: Iterable[Row], path: Path) -> Path:
                 f"{row.measured:.6f}" if row.measured == row.measured else "",
             ]
             writer.writerow(values)
+    return path
+
+
+def write_metrics(table: Mapping[str, Any], names: Sequence[str], path: Path) -> Path:
+    """Write the metrics of every group and both means, that of rounded values as published.
+
+    Args:
+        table: from `evaluate`, groups numbered.
+        names: of the groups by number; a number without a name stands for itself.
+        path: CSV file.
+    """
+    rows = [
+        (names[group] if group < len(names) else group, metrics)
+        for group, metrics in table["per_group"].items()
+    ]
+    rows += [("mean", table["averaged"]), ("mean of rounded", table["rounded_then_averaged"])]
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["group", "n", *METRICS])
+        for name, metrics in rows:
+            values = [metrics[key] for key in METRICS]
+            writer.writerow(
+                [name, metrics.get("n", ""), *(f"{v:.6f}" if v == v else "" for v in values)]
+            )
     return path
 
 

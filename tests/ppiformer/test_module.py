@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules import Interfaces
@@ -303,6 +304,25 @@ def test_case_study_ranks(tmp_path):
     result = trainer(tmp_path).test(build(), data, verbose=False)[0]
     assert {"test/P@1", "test/P@4", "test/P@8", "test/mean_rank", "test/KC130T"} <= set(result)
     assert 0 < result["test/mean_rank"] <= 100
+
+
+def test_testing_writes_mutations_and_groups(tmp_path):
+    model, data = build(), small_data()
+    logger = CSVLogger(tmp_path)
+    result = trainer(tmp_path, logger=logger).test(model, data, verbose=False)[0]
+    folder = Path(logger.log_dir)
+    with open(folder / "test_ddg.csv") as file:
+        assert len(list(csv.DictReader(file))) == 20 * 6
+    with open(folder / "test_metrics.csv") as file:
+        rows = {row["group"]: row for row in csv.DictReader(file)}
+    assert len(rows) == 20 + 2
+    groups = [rows[data.group_names[number]] for number in range(20)]
+    assert all(row["n"] == "6" for row in groups)
+    rmse = np.array([float(row["RMSE"]) for row in groups])
+    assert float(rows["mean"]["RMSE"]) == pytest.approx(rmse.mean(), abs=1e-5)
+    assert float(rows["mean"]["RMSE"]) == pytest.approx(result["test/rmse"], abs=1e-5)
+    rounded = float(rows["mean of rounded"]["RMSE"])
+    assert rounded == pytest.approx(rmse.round(2).mean(), abs=1e-5)
 
 
 def test_figures(tmp_path):
