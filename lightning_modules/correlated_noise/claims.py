@@ -81,11 +81,11 @@ def reproduce(lab: Lab) -> None:
     )
 
     strong, weak = "nu(nu=0.05, bands=64)", "identity"
-    at_2 = [_digits(lab, s, 2.0, 0.03) for s in (strong, weak)]
+    at_2 = [np.mean([_digits(lab, s, 2.0, 0.03, k) for k in (0, 1)]) for s in (strong, weak)]
     at_8 = [_digits(lab, strong, 8.0, 0.1), _digits(lab, weak, 8.0, 0.03)]
     lab.claim(
         "accuracy on digits at epsilon 2: nu = 0.05 minus DP-SGD",
-        at_2[0] - at_2[1],
+        float(at_2[0] - at_2[1]),
         at_least=0.06,
         published="matches or outperforms prior work",
     )
@@ -97,18 +97,19 @@ def reproduce(lab: Lab) -> None:
     )
     lab.note(
         f"Digits, 16 passes in a fixed order, delta 1e-4: accuracy {at_2[0]:.3f} (nu = 0.05) and "
-        f"{at_2[1]:.3f} (DP-SGD) at epsilon 2, {at_8[0]:.3f} and {at_8[1]:.3f} at epsilon 8; "
-        "neither is amplified by sampling."
+        f"{at_2[1]:.3f} (DP-SGD) at epsilon 2 (two seeds), {at_8[0]:.3f} and {at_8[1]:.3f} at "
+        "epsilon 8; neither is amplified by sampling."
     )
 
 
-def _digits(lab: Lab, strategy: str, epsilon: float, rate: float) -> float:
+def _digits(lab: Lab, strategy: str, epsilon: float, rate: float, seed: int = 0) -> float:
     callback = "--trainer.callbacks.init_args"
     run: Any = lab.fit(
         "correlated_noise/default.yaml",
         f"{callback}.strategy={strategy}",
         f"{callback}.target_epsilon={epsilon}",
-        f"{callback}.noise_seed=0",
+        f"{callback}.noise_seed={seed}",
+        f"--seed_everything={seed}",
         f"{callback}.allow_deterministic_noise=true",
         f"--model.init_args.lr={rate}",
         "--trainer.enable_checkpointing=false",

@@ -175,7 +175,7 @@ class BLT(ToeplitzStrategy):
 
     Args:
         decay: in (0, 1], all different.
-        scale: as many, positive.
+        scale: as many, finite; amplification needs coefficients >= 0.
     """
 
     def __init__(self, decay: list[float], scale: list[float]) -> None:
