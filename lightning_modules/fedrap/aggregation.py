@@ -100,9 +100,16 @@ def upload_nonzeros(
     inside = mask[..., None]
     gained = ((final.abs() > threshold) & inside).sum((1, 2))
     lost = ((untouched.abs() > threshold) & inside).sum((1, 2))
+    return untouched_nonzeros(profile, decay, shift, threshold) + gained - lost
+
+
+def untouched_nonzeros(
+    profile: TableProfile, decay: Tensor, shift: Tensor, threshold: float
+) -> Tensor:
+    """Entries with magnitude above ``threshold`` in a copy that was never touched (int64)."""
     size = decay.double().abs()
     border = torch.where(size > 0, (threshold + shift.double()) / size, torch.inf)
-    return profile.above(border) + gained - lost
+    return profile.above(border)
 
 
 def untouched_sum(common: Tensor, weight: Tensor, decay: Tensor, shift: Tensor) -> Tensor:

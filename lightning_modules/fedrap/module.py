@@ -86,6 +86,8 @@ class FedRAP(RecommenderModule):
         store: ``dense``, or ``lazy`` to hold only touched rows of the personal tables.
         zero_threshold: Entries of ``C`` up to this size count as zero.
         block_rows: Rows trained at once; ``None`` chooses by device.
+        compile: Take closed-form steps on the processor by a kernel that the machine's C++ compiler
+            builds in under a second (a warning and plain PyTorch where there is none).
         top_k: Length of the lists, K of HR@K and NDCG@K.
         protocol: Which one chooses the best round: ``full`` ranks all items, ``sampled99`` as the
             paper among sampled negatives. Both are always logged.
@@ -135,6 +137,7 @@ class FedRAP(RecommenderModule):
         store: str = "dense",
         zero_threshold: float = 1e-4,
         block_rows: int | None = None,
+        compile: bool = False,
         top_k: int = 10,
         protocol: Literal["full", "sampled99"] = "full",
         select_on: Literal["val", "test"] = "val",
@@ -227,6 +230,7 @@ class FedRAP(RecommenderModule):
             dp_noise,
             zero_threshold,
             block_rows,
+            compile,
         )
         monitored = "hr" if protocol == "full" else "hr_paper"
         # Set on the instance: which metric is watched is an argument here.

@@ -56,7 +56,10 @@ class DensePersonal(nn.Module):
 
     def rows(self, client: Tensor, item: Tensor) -> Tensor:
         """Rows ``(clients, rows, width)`` of items ``(clients, rows)`` of ``(clients,)``."""
-        return self.table[client[:, None], item]
+        items, width = self.table.shape[1:]
+        flat = (client[:, None] * items + item).view(-1)
+        # Copies whole rows, which indexing by two tensors does not.
+        return self.table.view(-1, width).index_select(0, flat).view(*item.shape, width)
 
     def write(
         self, client: Tensor, item: Tensor, mask: Tensor, rows: Tensor, decay: Tensor
@@ -77,8 +80,9 @@ class DensePersonal(nn.Module):
 
     def _set(self, client: Tensor, item: Tensor, mask: Tensor, rows: Tensor) -> None:
         items, width = self.table.shape[1:]
-        flat = (client[:, None] * items + item)[mask]
-        self.table.view(-1, width).index_copy_(0, flat, rows[mask])
+        inside = torch.nonzero(mask.view(-1))[:, 0]
+        flat = (client[:, None] * items + item).view(-1)[inside]
+        self.table.view(-1, width).index_copy_(0, flat, rows.view(-1, width)[inside])
 
     def tables(self, client: Tensor) -> Tensor:
         """Whole tables ``(clients, items, width)``."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -25,12 +26,17 @@ def hash_words(*words: Tensor | int) -> Tensor:
     """Mix integers into well-spread non-negative 63-bit integers (splitmix64, broadcasting)."""
     state = torch.zeros((), dtype=torch.int64)
     for word in words:
-        state = (state.to(word.device) if isinstance(word, Tensor) else state) + _GOLDEN
-        state = state ^ word
-        state = (state ^ _shift(state, 30)) * _FIRST
-        state = (state ^ _shift(state, 27)) * _SECOND
-        state = state ^ _shift(state, 31)
+        state = _mixed(state, word)
     return state & 0x7FFFFFFFFFFFFFFF
+
+
+def _mixed(state: Tensor, word: Tensor | int) -> Tensor:
+    """Take one more word into the state of `hash_words`."""
+    state = (state.to(word.device) if isinstance(word, Tensor) else state) + _GOLDEN
+    state = state ^ word
+    state = (state ^ _shift(state, 30)) * _FIRST
+    state = (state ^ _shift(state, 27)) * _SECOND
+    return state ^ _shift(state, 31)
 
 
 def _shift(word: Tensor, by: int) -> Tensor:
@@ -107,43 +113,39 @@ class Block:
         item: Distinct item ids of every client, ascending, padded with 0 ``(clients, rows)``.
         mask: Which rows exist ``(clients, rows)`` bool.
         slots_per_epoch: Batches in an epoch of the client with the most.
+        repeats: Whether every epoch feeds the same batches.
     """
 
     def __init__(
-        self,
-        client: Tensor,
-        item: Tensor,
-        mask: Tensor,
-        slots_per_epoch: int,
-        entries: list[tuple[Tensor, Tensor]],
-        repeats: bool,
+        self, client: Tensor, item: Tensor, mask: Tensor, slots_per_epoch: int, repeats: bool
     ) -> None:
         self.client, self.item, self.mask = client, item, mask
-        self.slots_per_epoch = slots_per_epoch
-        self._entries = entries
-        self._repeats = repeats
-        self._cache: list[tuple[Tensor, Tensor]] | None = None
+        self.slots_per_epoch, self.repeats = slots_per_epoch, repeats
+        # Of every moment (epoch, slot) or only slot: the rows fed, and their labels.
+        self.entries: list[tuple[Tensor, Tensor]] = []
+        # Weight and positive weight of the only batch or of all that repeat.
+        self.whole: list[tuple[Tensor, Tensor]] = []
 
     def batches(self, epoch: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         """Weight and positive weight ``(clients, rows)`` of every batch of an epoch."""
-        if self._repeats and self._cache is not None:
-            yield from self._cache
+        if self.whole:
+            if self.whole[0][0].dtype != dtype:
+                self.whole = [(w.to(dtype), p.to(dtype)) for w, p in self.whole]
+            yield from self.whole
             return
-        first = 0 if self._repeats else epoch * self.slots_per_epoch
+        first = 0 if self.repeats else epoch * self.slots_per_epoch
         built = []
-        for slot in range(first, min(first + self.slots_per_epoch, len(self._entries))):
-            where, label = self._entries[slot]
+        for where, label in self.entries[first : first + self.slots_per_epoch]:
             label = label.to(dtype)
             flat = torch.zeros((2, self.item.numel()), dtype=dtype, device=self.item.device)
             # Repeats of a row add up to its weight.
             flat[0].index_add_(0, where, torch.ones_like(label))
             flat[1].index_add_(0, where, label)
             pair = (flat[0].view(self.item.shape), flat[1].view(self.item.shape))
-            if self._repeats:
+            if self.repeats:
                 built.append(pair)
             yield pair
-        if self._repeats:
-            self._cache = built
+        self.whole = built
 
 
 def build_blocks(
@@ -168,62 +170,100 @@ def build_blocks(
     device = samples.item.device
     if not len(samples.item):
         return []
-    row_key, row_of_sample = torch.unique(
-        samples.client * items + samples.item, return_inverse=True
-    )
+    row_key, row_of_sample = _distinct(samples.client * items + samples.item, clients * items)
     if all_rows:
         taking_part = torch.unique(samples.client)
         grid = torch.arange(items, device=device)
         row_key = (taking_part[:, None] * items + grid).reshape(-1)
         row_of_sample = torch.searchsorted(row_key, samples.client * items + samples.item)
-    row_client, row_item = row_key // items, row_key % items
+    row_client = row_key // items
+    row_item = row_key - row_client * items
     counts = torch.bincount(row_client, minlength=clients)
     starts = torch.cumsum(counts, 0) - counts
-    row_place = torch.arange(len(row_key), device=device) - starts[row_client]
 
     slots_of_client = torch.zeros(clients, dtype=torch.int64, device=device)
     entry_client = samples.client[order.sample]
     slots_of_client.scatter_reduce_(0, entry_client, order.slot + 1, "amax")
-    entry_row = row_of_sample[order.sample]
-    label = samples.label[order.sample]
-    epochs = 1 if order.epoch is None else int(order.epoch.max()) + 1
+    deep = (slots_of_client > 1)[entry_client]
+
+    # Clients with a single batch: add up the repeats of all their rows at once.
+    once = ~deep if order.epoch is None else ~deep & (order.epoch == 0)
+    sample = order.sample[once]
+    row, label = row_of_sample[sample], samples.label[sample].double()
+    weight, positive = torch.zeros((2, len(row_key)), dtype=label.dtype, device=device)
+    weight.index_add_(0, row, torch.ones_like(label))
+    positive.index_add_(0, row, label)
 
     # Many batches first, then by size: neighbours in a block have the same shape.
     present = torch.nonzero(counts)[:, 0]
     present = present[torch.argsort(counts[present], descending=True, stable=True)]
     present = present[torch.argsort(slots_of_client[present], descending=True, stable=True)]
     blocks: list[Block] = []
-    edges = _edges(counts[present].tolist(), slots_of_client[present].tolist(), block_rows)
-    block_of_client = torch.full((clients,), -1, dtype=torch.int64, device=device)
-    place_of_client = torch.zeros(clients, dtype=torch.int64, device=device)
-    for number, (first, last) in enumerate(edges):
-        block_of_client[present[first:last]] = number
-        place_of_client[present[first:last]] = torch.arange(last - first, device=device)
-    rows_by_block = _group(block_of_client[row_client], len(edges))
-    entries_by_block = _group(block_of_client[entry_client], len(edges))
-    for number, (first, last) in enumerate(edges):
+    for first, last in _edges(
+        counts[present].tolist(), slots_of_client[present].tolist(), block_rows
+    ):
         members = present[first:last]
-        length = int(counts[members].max())
-        item = torch.zeros((last - first, length), dtype=torch.int64, device=device)
-        mask = torch.zeros((last - first, length), dtype=torch.bool, device=device)
-        mine = rows_by_block[number]
-        where = place_of_client[row_client[mine]], row_place[mine]
-        item[where] = row_item[mine]
-        mask[where] = True
+        place = torch.arange(int(counts[members].max()), device=device)
+        mask = place < counts[members, None]
+        # Padding looks at any row.
+        row = (starts[members, None] + place).clamp_max_(len(row_key) - 1)
         depth = int(slots_of_client[members].max())
         repeats = order.epoch is None or depth == 1
-        own = entries_by_block[number]
-        if repeats and order.epoch is not None:
-            own = own[order.epoch[own] == 0]
-        row = entry_row[own]
-        flat = place_of_client[entry_client[own]] * length + row_place[row]
-        when, moments = order.slot[own], depth
-        if not repeats and order.epoch is not None:
-            when, moments = order.epoch[own] * depth + when, epochs * depth
-        truth = label[own]
-        entries = [(flat[part], truth[part]) for part in _group(when, moments)]
-        blocks.append(Block(members, item, mask, depth, entries, repeats))
+        block = Block(members, row_item[row] * mask, mask, depth, repeats)
+        if depth == 1:
+            block.whole = [(weight[row] * mask, positive[row] * mask)]
+        blocks.append(block)
+    _feed(
+        [block for block in blocks if not block.whole], samples, order, deep, row_of_sample, starts
+    )
     return blocks
+
+
+def _feed(
+    blocks: list[Block],
+    samples: Samples,
+    order: Order,
+    deep: Tensor,
+    row_of_sample: Tensor,
+    starts: Tensor,
+) -> None:
+    """Hand the entries of the clients with several batches to their blocks."""
+    if not blocks:
+        return
+    device = samples.item.device
+    epochs = 1 if order.epoch is None else int(order.epoch.max()) + 1
+    moments = [block.slots_per_epoch * epochs for block in blocks]
+    first_place, first_moment = torch.zeros((2, len(starts)), dtype=torch.int64, device=device)
+    depth = torch.zeros_like(first_place)
+    for number, block in enumerate(blocks):
+        lines, length = block.item.shape
+        first_place[block.client] = torch.arange(lines, device=device) * length
+        first_moment[block.client] = sum(moments[:number])
+        depth[block.client] = block.slots_per_epoch
+    sample, moment = order.sample[deep], order.slot[deep]
+    client = samples.client[sample]
+    if order.epoch is not None:
+        moment = moment + order.epoch[deep] * depth[client]
+    groups = _group(first_moment[client] + moment, sum(moments))
+    place = (first_place - starts)[client] + row_of_sample[sample]
+    label = samples.label[sample]
+    entries = iter([(place[group], label[group]) for group in groups])
+    for block, number in zip(blocks, moments, strict=True):
+        block.entries = list(islice(entries, number))
+
+
+def _distinct(key: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Distinct keys below ``limit``, ascending, and where each key went."""
+    if limit > 16 * len(key):
+        distinct, place = torch.unique(key, return_inverse=True)
+        return distinct, place
+    # A table of all possible keys is faster than a sort as long as it is not mostly empty.
+    seen = torch.zeros(limit, dtype=torch.bool, device=key.device)
+    seen[key] = True
+    distinct = torch.nonzero(seen)[:, 0]
+    place = torch.empty(limit, dtype=torch.int64, device=key.device)
+    place[distinct] = torch.arange(len(distinct), device=key.device)
+    return distinct, place[key]
 
 
 def _group(number: Tensor, groups: int) -> list[Tensor]:

@@ -36,6 +36,7 @@ class Federating:
         noise: Standard deviation of the noise on every entry of an upload, over ``clip``.
         zero_threshold: Entries up to this size count as zero on the wire.
         block_rows: Padded rows that are trained at once; ``None`` chooses by device.
+        compile: Take closed-form steps on the processor by a compiled kernel.
     """
 
     mode: str = "additive"
@@ -46,6 +47,7 @@ class Federating:
     noise: float = 0.0
     zero_threshold: float = 1e-4
     block_rows: int | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

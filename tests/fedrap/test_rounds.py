@@ -1,18 +1,24 @@
 """Whole federated rounds against recorded ones and against a loop over the clients."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_modules.fedrap import ranking
+from lightning_modules.fedrap import native, ranking
+from lightning_modules.fedrap.aggregation import ServerOptimizer
 from lightning_modules.fedrap.federation import LOSS, Federation
 from lightning_modules.fedrap.local_training import LocalTraining
+from lightning_modules.fedrap.native import NativeStep
 from lightning_modules.fedrap.objective import Objective
 from lightning_modules.fedrap.schedule import Order, Samples
 from lightning_modules.fedrap.settings import Federating
 
+needs_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++")), reason="no C++ compiler"
+)
 NAMES = ["rounds_full", "rounds_partial_earlystop"]
 
 
@@ -21,10 +27,18 @@ def close(left, right, tolerance=1e-10):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("block_rows", "pieces"), [(6144, 1), (300, 4)])
-def test_recorded_rounds(replay, name, block_rows, pieces):
+@pytest.mark.parametrize(
+    ("block_rows", "pieces", "compiled"),
+    [
+        (6144, 1, False),
+        (300, 4, False),
+        pytest.param(6144, 1, True, marks=needs_compiler),
+        pytest.param(300, 4, True, marks=needs_compiler),
+    ],
+)
+def test_recorded_rounds(replay, name, block_rows, pieces, compiled):
     record = replay.load(name)
-    federation = record.federation(block_rows=block_rows)
+    federation = record.federation(block_rows=block_rows, compile=compiled)
     training = record.training()
     for a in range(record.rounds):
         client = record.participants(a)
@@ -142,8 +156,9 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_equals_the_loop_over_clients(loop, case):
+def test_equals_the_loop_over_clients(loop, case, compiled):
     training = LocalTraining(
         **{
             "objective": Objective(0.3, 0.2),
@@ -162,7 +177,12 @@ def test_equals_the_loop_over_clients(loop, case):
     vector = torch.randn(3, generator=draw, dtype=torch.float64)
     bias = torch.randn(1, generator=draw, dtype=torch.float64)
     federation = Federation(
-        common, initial, vector, bias, 7, Federating(round_decay=0.9, block_rows=60)
+        common,
+        initial,
+        vector,
+        bias,
+        7,
+        Federating(round_decay=0.9, block_rows=60, compile=compiled),
     )
     personal = initial.repeat(7, 1, 1)
     vectors, biases = vector.repeat(7, 1), bias.repeat(7)
@@ -232,3 +252,72 @@ def test_client_order_and_strangers_change_nothing(replay):
     assert torch.equal(more.scores(client), one.scores(client))
     stranger = (more.common + initial[1]) @ initial[2] + initial[3]
     close(more.scores(torch.tensor([30]))[0], stranger, 1e-12)
+
+
+KERNEL_CASES = [
+    ({"server_prox": True}, {}),
+    ({"mode": "global_only"}, {}),
+    ({"mode": "local_only"}, {}),
+    ({"mode": "pfedrec"}, {}),
+    ({"mode": "central"}, {}),
+    ({"clip": 0.1, "zero_threshold": 0.5}, {"proximal": True, "saturating": False}),
+    ({"clip": 0.1, "zero_threshold": 0.5}, {}),
+    ({"server": ServerOptimizer("median")}, {}),
+    ({"server": ServerOptimizer("weighted")}, {"scope": "table"}),
+    ({}, {"regulariser": "l2"}),
+    ({}, {"regulariser": "nuc"}),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("store", ["dense", "lazy"])
+@pytest.mark.parametrize(("settings", "objective"), KERNEL_CASES)
+def test_kernel_gives_the_same_round(replay, settings, objective, store):
+    record = replay.load("rounds_partial_earlystop")
+    if settings.get("mode") == "pfedrec":
+        store = "dense"
+    kept = []
+    for compiled in (False, True):
+        federation = record.federation(store=store, compile=compiled, **settings)
+        training = dataclasses.replace(record.training(**objective), decay_personal=0.01)
+        for a in range(2):
+            clients = record.run_round(federation, a, training)
+            report = federation.finish_round()
+        state = federation.state_dict()
+        kept.append((clients, report, state, federation.scores(torch.arange(federation.clients))))
+    (clients, report, state, scores), (others, again, compiled_state, compiled_scores) = kept
+    close(others, clients)
+    close(compiled_scores, scores, 1e-9)
+    assert again.traffic == report.traffic
+    assert again.sparsity == report.sparsity
+    assert again.loss == pytest.approx(report.loss, rel=1e-10)
+    for name, value in state.items():
+        close(compiled_state[name], value)
+
+
+@needs_compiler
+def test_kernel_is_used_only_when_asked(replay, monkeypatch):
+    calls = []
+    score = NativeStep.score
+    monkeypatch.setattr(NativeStep, "score", lambda *args: (calls.append(1), score(*args)))
+    record = replay.load("rounds_full")
+    record.run_round(record.federation(), 0, record.training())
+    assert not calls
+    record.run_round(record.federation(compile=True), 0, record.training())
+    assert calls
+
+
+@pytest.mark.parametrize("compiler", ["", "false", "/nowhere/c++"])
+def test_without_a_compiler_the_round_is_taken_in_pytorch(replay, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    native.native_step.cache_clear()
+    record = replay.load("rounds_full")
+    federation = record.federation(compile=True)
+    with pytest.warns(UserWarning, match=r"compile=True: .*continuing without the kernel") as seen:
+        record.run_round(federation, 0, record.training(), pieces=2)
+    native.native_step.cache_clear()
+    assert len(seen) == 1
+    assert "\n" not in str(seen[0].message)
+    federation.finish_round()
+    close(federation.common, record.tensor("r0_C"))
