@@ -132,10 +132,12 @@ def batched_isometry_gap(x: Tensor, computed_in: torch.dtype | None = None) -> T
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1))
     logs = factor.diagonal(dim1=-2, dim2=-1).abs().log()
     gap = (2 * norm.log() - math.log(n) - 2 * logs.mean(-1)).clamp_min(0.0)
-    # the largest singular value lies between norm / sqrt(n) and norm
-    dependent = smallest < resolution * norm / math.sqrt(n)
+    # at most the largest singular value, and not far below it (power iteration)
+    v = _normalised(matrices @ (matrices.mT @ start))
+    largest = torch.linalg.vector_norm(matrices.mT @ v, dim=-2).amax(-1)
+    dependent = smallest < resolution * largest
     gap = torch.where(dependent, torch.full_like(gap, torch.inf), gap)
-    sure = dependent | (smallest > 10 * resolution * norm)  # False for NaN as well
+    sure = dependent | (smallest > 3 * resolution * largest)  # False for NaN as well
     sure &= norm.log().abs() < 300  # squares neither under- nor overflow
     if not bool(sure.all()):
         gap[~sure] = isometry_gap(matrices[~sure], computed_in=computed_in)
