@@ -1,6 +1,5 @@
 """Tables of measured affinities: SKEMPI v2.0 and a user's own CSV."""
 
-import csv
 import gzip
 import math
 import warnings
@@ -58,9 +57,15 @@ def _read_table(path: str | Path) -> pd.DataFrame:
             f"{path}: the header line has neither ',' nor ';': {header.strip()[:60]!r}"
         )
     separator = ";" if header.count(";") > header.count(",") else ","
-    table: pd.DataFrame = pd.read_csv(
-        path, sep=separator, quoting=csv.QUOTE_MINIMAL, keep_default_na=True
-    )
+    hint = "quote mutations of several points (\"KA27A,RA59A\") or separate columns by ';'"
+    try:
+        table: pd.DataFrame = pd.read_csv(path, sep=separator)
+    except pd.errors.ParserError as error:
+        reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
+        raise ValueError(f"{path}: {reason}; {hint}") from None
+    if not isinstance(table.index, pd.RangeIndex):
+        # pandas takes the surplus for row names and shifts all columns
+        raise ValueError(f"{path}: the first rows have more fields than the header; {hint}")
     return table
 
 

@@ -158,6 +158,14 @@ def test_label_tables(tmp_path):
         read_labels(path)
     with pytest.raises(ValueError, match="no column 'kcal'"):
         read_labels(path, ddg_column="kcal")
+    single, double = "1BRS_A_D,KA27A,5.4\n", "1BRS_A_D,KA27A,RA59A,5.4\n"
+    for rows in (double + double, single + double):
+        path.write_text("interface,mutation,ddg\n" + rows)
+        with pytest.raises(ValueError, match="quote mutations of several points") as error:
+            read_labels(path)
+        assert "\n" not in str(error.value)
+    path.write_text('interface,mutation,ddg\n1BRS_A_D,"KA27A,RA59A",5.4\n')
+    assert read_labels(path)["mutation"].tolist() == ["KA27A,RA59A"]
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="column of interfaces and one of mutations"):
         read_labels(path)
