@@ -56,6 +56,12 @@ def read_interactions(
     if source == "csv":
         table = pd.read_csv(file, sep=separator or ",", low_memory=False)
         _check_columns(table, 2, separator or ",", file)
+        if not isinstance(table.index, pd.RangeIndex):
+            # pandas takes the surplus for row names and shifts all columns
+            raise ValueError(
+                f"{file}: rows have more fields than the header names: quote fields that hold "
+                f"{separator or ','!r}, or name every column"
+            )
         return _named(table, columns, file)
     if source == "movielens":
         return _movielens(file, separator)

@@ -93,6 +93,7 @@ def test_own_tables_with_a_column_mapping(tmp_path):
         ("amazon", ",i,1,4\nu,i,1,4\n", {}, r"1 missing user id\(s\)"),
         ("behaviour", "1,2,3,look,5\n", {}, "unknown behaviour 'look'.*pv, cart, fav, buy"),
         ("csv", "user,thing\n1,2\n", {}, "columns: 'item' is missing.*user, thing"),
+        ("csv", "user,item\n1,2,3\n1,4,3\n", {}, "rows have more fields than the header"),
         ("csv", "user,item\n1,2\n", {"columns": {"user": "u", "item": "item"}}, "no column 'u'"),
         ("csv", "user,item\n1,2\n", {"columns": {"use": "user"}}, "unknown key 'use'"),
     ],
