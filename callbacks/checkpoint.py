@@ -15,7 +15,7 @@ class Checkpoint(ModelCheckpoint):
 
     Args:
         monitor: Metric to choose by; `None` takes the module's `monitor` and `mode`.
-        mode: Whether less or more is better; `None` takes the module's.
+        mode: Whether less or more is better; goes with `monitor`.
         save_top_k: How many best checkpoints to keep.
         save_last: Also keep `last.ckpt`.
         every_n_train_steps: Save each so many optimiser steps; 0 saves after validations.
@@ -23,6 +23,9 @@ class Checkpoint(ModelCheckpoint):
         dirpath: Folder, default `checkpoints` in the run's folder.
         filename: Pattern of the name without its ending.
         save_on_exception: Save when the run is stopped by an error, SIGTERM or Ctrl-C.
+
+    Raises:
+        ValueError: If one of `monitor` and `mode` is given without the other.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Checkpoint(ModelCheckpoint):
         filename: str = "{epoch}-{step}",
         save_on_exception: bool = True,
     ) -> None:
-        self._wanted_mode = mode
+        check_monitor(monitor, mode)
         self._of_module = monitor is None
         super().__init__(
             monitor=monitor,
@@ -54,10 +57,10 @@ class Checkpoint(ModelCheckpoint):
         self.save_top_k = save_top_k
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take metric and direction from the module where the user gave none."""
+        """Take metric and direction from the module if the user gave none."""
         if self._of_module:
             self.monitor = getattr(pl_module, "monitor", None)
-            mode = str(self._wanted_mode or getattr(pl_module, "mode", "min"))
+            mode = str(getattr(pl_module, "mode", "min"))
             self.kth_value, self.mode = {
                 "min": (torch.tensor(torch.inf), "min"),
                 "max": (torch.tensor(-torch.inf), "max"),
@@ -67,6 +70,18 @@ class Checkpoint(ModelCheckpoint):
                 self.monitor = None
                 self.save_top_k = min(self.save_top_k, 1)
         super().setup(trainer, pl_module, stage)
+
+
+def check_monitor(monitor: str | None, mode: str | None) -> None:
+    """Refuse a metric without its direction, which would keep the worst instead of the best.
+
+    Raises:
+        ValueError: If one is given without the other.
+    """
+    if (monitor is None) != (mode is None):
+        given, missing = ("monitor", "mode") if mode is None else ("mode", "monitor")
+        value = monitor if mode is None else mode
+        raise ValueError(f"{given}='{value}' needs {missing}= as well (mode is min or max)")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -6,6 +6,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
+from callbacks.checkpoint import check_monitor
+
 
 class EarlyStop(EarlyStopping):
     """`EarlyStopping` that watches the module's own metric; off unless `patience` is given.
@@ -14,7 +16,10 @@ class EarlyStop(EarlyStopping):
         patience: Validations without improvement after which training ends; `None` never ends it.
         min_delta: Least change that counts as an improvement.
         monitor: Metric to watch; `None` takes the module's `monitor` and `mode`.
-        mode: Whether less or more is better; `None` takes the module's.
+        mode: Whether less or more is better; goes with `monitor`.
+
+    Raises:
+        ValueError: If one of `monitor` and `mode` is given without the other.
     """
 
     def __init__(
@@ -24,6 +29,7 @@ class EarlyStop(EarlyStopping):
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
     ) -> None:
+        check_monitor(monitor, mode)
         self._wanted = monitor, mode
         self.enabled = patience is not None
         super().__init__(

@@ -68,17 +68,17 @@ def default_loggers(
             f"W&B: offline, logging to {folder / 'wandb'}; "
             f"to upload: wandb login && wandb sync {folder}/wandb/offline-run-*"
         )
-    loggers.append(
-        WandbLogger(
-            save_dir=folder,
-            project=os.environ.get("WANDB_PROJECT", project),
-            # in a sweep the agent names the run; else the folder does
-            name=None if os.environ.get("WANDB_SWEEP_ID") else "/".join(folder.parts[-2:]),
-            mode=mode,
-            config=config,
-            entity=entity,
-            group=group,
-            tags=tags,
-        )
+    wandb_logger = WandbLogger(
+        save_dir=folder,
+        project=os.environ.get("WANDB_PROJECT", project),
+        # in a sweep the agent names the run; else the folder does
+        name=None if os.environ.get("WANDB_SWEEP_ID") else "/".join(folder.parts[-2:]),
+        mode=mode,
+        config=config,
+        entity=entity,
+        group=group,
+        tags=tags,
     )
-    return loggers
+    # W&B warns of this setting in every run, whatever its value
+    getattr(wandb_logger, "_wandb_init", {}).pop("anonymous", None)
+    return [*loggers, wandb_logger]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_modules.errors import (
-    ARGUMENT_ERROR,
     FAILURE,
     UserError,
     exit_code,
@@ -104,8 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(error: BaseException) -> int:
     """Say in one line what went wrong, tell W&B, and return the exit code."""
     code = exit_code(error)
-    if isinstance(error, UserError):
-        code = ARGUMENT_ERROR
     wandb = sys.modules.get("wandb")
     if wandb is not None and getattr(wandb, "run", None) is not None and code:
         wandb.finish(exit_code=code)

@@ -232,10 +232,28 @@ class PaperModule(LightningModule):
         self.hparams[name] = value
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say which class to build, so that the path of the checkpoint alone is enough."""
+        """Say which class to build, so that the path of the checkpoint alone is enough.
+
+        A subclass that overrides this calls it.
+        """
         hyperparameters = checkpoint.setdefault("hyper_parameters", {})
         hyperparameters.setdefault("_class_path", f"{type(self).__module__}.{type(self).__name__}")
         hyperparameters.setdefault("_instantiator", "lightning.pytorch.cli.instantiate_module")
+        self._give_back_unfinished_batch(checkpoint)
+
+    def _give_back_unfinished_batch(self, checkpoint: dict[str, Any]) -> None:
+        """Count a batch that Ctrl-C or an error interrupted as not delivered: it comes again."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn != "fit":
+            return
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready == progress.processed:
+            return
+        clock = checkpoint["state_dict"]["training_iterations"]
+        checkpoint["state_dict"]["training_iterations"] = clock - 1
+        for state in checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", []):
+            if state.get("batches"):
+                state["batches"] -= 1
 
     # ------------------------------------------------------------------ what a method may offer
 

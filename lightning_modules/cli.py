@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -202,6 +202,10 @@ class SuiteCLI(LightningCLI):
             trainer.callbacks.append(PredictionFiles())  # type: ignore[attr-defined]
         self._warn_of_unsplit_data(trainer)
         rank_zero_info(f"run folder: {folder}")
+        if self.subcommand != "fit" and not self.config[self.subcommand].get("ckpt_path"):
+            rank_zero_info(
+                f"{self.subcommand} without --ckpt_path: the module is as its arguments build it"
+            )
         return trainer
 
     def _plain_config(self) -> dict[str, Any]:
@@ -283,20 +287,35 @@ def run_folder(paper: str, trainer_config: Any) -> Path:
         return Path(given)
     if inherited := os.environ.get("ICLR24_RUN_DIR"):
         return Path(inherited)
+    shared = _name_shared_by_ranks()
+    name = shared or time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = (Path("runs") / paper / name).absolute()
+    if shared is None:
+        # the folder is claimed by making it: two runs that start in one second have two
+        for number in itertools.count(2):
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                folder = folder.with_name(f"{name}_{number}")
+    os.environ["ICLR24_RUN_DIR"] = str(folder)
+    return folder
+
+
+def _name_shared_by_ranks() -> str | None:
+    """Name of the run where a cluster's launcher starts all ranks alike; they can't ask each other.
+
+    Raises:
+        UserError: Under torchrun without a name.
+    """
     elastic = os.environ.get("TORCHELASTIC_RUN_ID")
-    name = f"torchrun-{elastic}" if elastic not in {None, "none"} else ""
-    if not name:
-        name = time.strftime("%Y-%m-%d_%H-%M-%S")
-        if elastic == "none":
-            raise UserError("torchrun: pass --rdzv-id=NAME, or --trainer.default_root_dir=FOLDER")
-    folder = Path("runs") / paper / name
-    if "LOCAL_RANK" not in os.environ:
-        number = 2
-        while folder.exists():
-            folder = folder.with_name(f"{name}_{number}")
-            number += 1
-    os.environ["ICLR24_RUN_DIR"] = str(folder.absolute())
-    return folder.absolute()
+    if elastic == "none":
+        raise UserError("torchrun: pass --rdzv-id=NAME, or --trainer.default_root_dir=FOLDER")
+    if elastic:
+        return f"torchrun-{elastic}"
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_JOB_ID" in os.environ:
+        return f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '0')}"
+    return None
 
 
 @contextmanager
@@ -306,8 +325,13 @@ def _own_run_folder() -> Iterator[None]:
     try:
         yield
     finally:
-        if not inherited:
-            os.environ.pop("ICLR24_RUN_DIR", None)
+        folder = os.environ.get("ICLR24_RUN_DIR")
+        if folder and not inherited:
+            del os.environ["ICLR24_RUN_DIR"]
+            with suppress(OSError):
+                # claimed, but the Trainer was refused: rmdir leaves anything that is not empty
+                Path(folder).rmdir()
+                Path(folder).parent.rmdir()
 
 
 def run_cli(words: Sequence[str], from_process: bool = False) -> SuiteCLI:

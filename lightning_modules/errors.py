@@ -34,7 +34,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         yield current
-        current = current.__cause__ or current.__context__
+        hidden = current.__suppress_context__
+        current = current.__cause__ or (None if hidden else current.__context__)
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -128,9 +129,16 @@ def _parameters(class_paths: Iterable[str]) -> set[str]:
 def explain_failure(error: BaseException) -> str:
     """One line for an error while running."""
     text = one_line(str(error))
-    if isinstance(error, UserError | ValueError | TypeError | OSError | ImportError) and text:
+    known = UserError | ValueError | TypeError | OSError | ImportError
+    if text and (isinstance(error, known) or is_misconfiguration(error)):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_misconfiguration(error: BaseException) -> bool:
+    """Whether Lightning or a callback refuses the settings of the run."""
+    # by name: Lightning is imported only by what needs it
+    return type(error).__name__ == "MisconfigurationException"
 
 
 def exit_code(error: BaseException) -> int:
@@ -140,6 +148,8 @@ def exit_code(error: BaseException) -> int:
         return TERMINATED
     if "KeyboardInterrupt" in kinds:
         return INTERRUPTED
+    if isinstance(error, UserError) or is_misconfiguration(error):
+        return ARGUMENT_ERROR
     if isinstance(error, SystemExit):
         code = error.code
         return code if isinstance(code, int) else FAILURE if code else 0

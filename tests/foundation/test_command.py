@@ -119,6 +119,34 @@ def test_run_folder_holds_everything(folder: Path) -> None:
     assert "ICLR24_RUN_DIR" not in os.environ
 
 
+def test_run_that_failed_within_a_step_repeats_the_batch(folder: Path) -> None:
+    from interrupt import InterruptedRunError
+
+    from lightning_modules.cli import run_cli
+
+    whole = run_cli(["fit", "--config=toy.yaml", "--trainer.default_root_dir=whole"])
+    fail = '{"class_path": "interrupt.FailInStep", "init_args": {"after": 11}}'
+    words = ["fit", "--config=toy.yaml", f"--trainer.callbacks+={fail}"]
+    with pytest.raises(InterruptedRunError):
+        run_cli([*words, "--trainer.default_root_dir=half"])
+    last = folder / "half" / "checkpoints" / "last.ckpt"
+    rest = run_cli(["fit", "--config=toy.yaml", f"--ckpt_path={last}"])
+    assert rest.trainer.global_step == whole.trainer.global_step
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(rest.model.state_dict()[name], value), name
+
+
+def test_refused_trainer_leaves_no_folder(folder: Path) -> None:
+    assert fit("--trainer.accelerator=gpu") == 2
+    assert not (folder / "runs" / "toy").exists()
+
+
+@pytest.mark.parametrize("group", ["checkpoint", "early_stop"])
+def test_metric_without_direction_is_refused(group: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fit(f"--{group}.monitor=val/f1") == 2
+    assert "monitor='val/f1' needs mode= as well" in capfd.readouterr().err
+
+
 def test_two_runs_in_one_second_have_two_folders(folder: Path) -> None:
     for _ in range(2):
         assert fit("--trainer.max_steps=1", "--trainer.limit_val_batches=0") == 0

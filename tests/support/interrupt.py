@@ -26,6 +26,19 @@ class Interrupt(Callback):
             raise InterruptedRunError
 
 
+class FailInStep(Callback):
+    """Raises in the middle of a step, before the weights change."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self.seen = 0
+
+    def on_before_backward(self, trainer, pl_module, loss) -> None:
+        if self.seen == self.after:
+            raise InterruptedRunError
+        self.seen += 1
+
+
 class Kill(Callback):
     """Sends this process a signal when a batch begins."""
 
