@@ -127,8 +127,9 @@ def loop_seconds(
     training: LocalTraining,
     batches: Callable[[torch.Tensor, torch.Tensor], Batches],
 ) -> float:
-    """A round of a loop over the clients, from evenly spaced ones."""
-    chosen = torch.linspace(0, USERS - 1, timed).long().tolist()
+    """A round of a loop over the clients, from some evenly spaced by their activity."""
+    by_activity = torch.bincount(samples.client).argsort()
+    chosen = by_activity[((torch.arange(timed) + 0.5) / timed * USERS).long()].tolist()
     labels, common = samples.label.float(), state["common.weight"].clone()
     total, seconds = torch.zeros_like(common), 0.0
     for number, user in enumerate([chosen[0], *chosen]):

@@ -89,19 +89,21 @@ def shuffled_order(
     every = torch.arange(len(client), device=client.device)
     if not len(client) or int(counts.max()) <= batch_size:
         return Order(None, torch.zeros_like(client), every)
-    large = (counts > batch_size)[client]
-    small = every[~large]
+    # `take` copies single numbers several times as fast as indexing does.
+    large = (counts > batch_size).take(client)
+    small = torch.nonzero(~large)[:, 0]
     epoch_ids, slots, samples = [torch.zeros_like(small)], [torch.zeros_like(small)], [small]
-    every, client = every[large], client[large]
+    every = torch.nonzero(large)[:, 0]
+    client = client.take(every)
     starts = torch.cumsum(counts, 0) - counts
-    within = every - starts[client]
+    within = every - starts.take(client)
     for epoch in range(epochs):
-        key = hash_words(seed, round_index, epoch, identity[client], within)
+        key = hash_words(seed, round_index, epoch, identity.take(client), within)
         # By client, then by 40 bits of the hash.
         order = torch.argsort((client << 40) | (key >> 23), stable=True)
         epoch_ids.append(torch.full_like(client, epoch))
         slots.append(within // batch_size)
-        samples.append(every[order])
+        samples.append(every.take(order))
     return Order(torch.cat(epoch_ids), torch.cat(slots), torch.cat(samples))
 
 
@@ -182,14 +184,14 @@ def build_blocks(
     starts = torch.cumsum(counts, 0) - counts
 
     slots_of_client = torch.zeros(clients, dtype=torch.int64, device=device)
-    entry_client = samples.client[order.sample]
+    entry_client = samples.client.take(order.sample)
     slots_of_client.scatter_reduce_(0, entry_client, order.slot + 1, "amax")
-    deep = (slots_of_client > 1)[entry_client]
+    deep = (slots_of_client > 1).take(entry_client)
 
     # Clients with a single batch: add up the repeats of all their rows at once.
     once = ~deep if order.epoch is None else ~deep & (order.epoch == 0)
-    sample = order.sample[once]
-    row, label = row_of_sample[sample], samples.label[sample].double()
+    sample = order.sample.take(torch.nonzero(once)[:, 0])
+    row, label = row_of_sample.take(sample), samples.label.take(sample).double()
     weight, positive = torch.zeros((2, len(row_key)), dtype=label.dtype, device=device)
     weight.index_add_(0, row, torch.ones_like(label))
     positive.index_add_(0, row, label)
@@ -209,9 +211,9 @@ def build_blocks(
         row = (starts[members, None] + place).clamp_max_(len(row_key) - 1)
         depth = int(slots_of_client[members].max())
         repeats = order.epoch is None or depth == 1
-        block = Block(members, row_item[row] * mask, mask, depth, repeats)
+        block = Block(members, row_item.take(row) * mask, mask, depth, repeats)
         if depth == 1:
-            block.whole = [(weight[row] * mask, positive[row] * mask)]
+            block.whole = [(weight.take(row) * mask, positive.take(row) * mask)]
         blocks.append(block)
     _feed(
         [block for block in blocks if not block.whole], samples, order, deep, row_of_sample, starts
@@ -240,14 +242,15 @@ def _feed(
         first_place[block.client] = torch.arange(lines, device=device) * length
         first_moment[block.client] = sum(moments[:number])
         depth[block.client] = block.slots_per_epoch
-    sample, moment = order.sample[deep], order.slot[deep]
-    client = samples.client[sample]
+    entry = torch.nonzero(deep)[:, 0]
+    sample, moment = order.sample.take(entry), order.slot.take(entry)
+    client = samples.client.take(sample)
     if order.epoch is not None:
-        moment = moment + order.epoch[deep] * depth[client]
-    groups = _group(first_moment[client] + moment, sum(moments))
-    place = (first_place - starts)[client] + row_of_sample[sample]
-    label = samples.label[sample]
-    entries = iter([(place[group], label[group]) for group in groups])
+        moment += order.epoch.take(entry) * depth.take(client)
+    groups = _group(moment.add_(first_moment.take(client)), sum(moments))
+    place = (first_place - starts).take(client).add_(row_of_sample.take(sample))
+    label = samples.label.take(sample)
+    entries = iter([(place.take(group), label.take(group)) for group in groups])
     for block, number in zip(blocks, moments, strict=True):
         block.entries = list(islice(entries, number))
 
@@ -259,11 +262,11 @@ def _distinct(key: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         return distinct, place
     # A table of all possible keys is faster than a sort as long as it is not mostly empty.
     seen = torch.zeros(limit, dtype=torch.bool, device=key.device)
-    seen[key] = True
+    seen.index_fill_(0, key, True)
     distinct = torch.nonzero(seen)[:, 0]
     place = torch.empty(limit, dtype=torch.int64, device=key.device)
     place[distinct] = torch.arange(len(distinct), device=key.device)
-    return distinct, place[key]
+    return distinct, place.take(key)
 
 
 def _group(number: Tensor, groups: int) -> list[Tensor]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_modules.fedrap import native, ranking
+from lightning_modules.fedrap import FedRAP, native, ranking
 from lightning_modules.fedrap.aggregation import ServerOptimizer
 from lightning_modules.fedrap.federation import LOSS, Federation
 from lightning_modules.fedrap.local_training import LocalTraining
@@ -305,6 +305,8 @@ def test_kernel_is_used_only_when_asked(replay, monkeypatch):
     assert not calls
     record.run_round(record.federation(compile=True), 0, record.training())
     assert calls
+    for asked in (False, True):
+        assert FedRAP(n_users=2, n_items=3, compile=asked).federation.settings.compile is asked
 
 
 @pytest.mark.parametrize("compiler", ["", "false", "/nowhere/c++"])
