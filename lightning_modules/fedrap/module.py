@@ -18,6 +18,7 @@ from lightning_modules.fedrap.aggregation import ServerOptimizer
 from lightning_modules.fedrap.arguments import check_at_least, check_choice, imported
 from lightning_modules.fedrap.communication import Traffic
 from lightning_modules.fedrap.federation import Federation
+from lightning_modules.fedrap.figures import common_table
 from lightning_modules.fedrap.local_training import LocalTraining
 from lightning_modules.fedrap.objective import REDUCTIONS, REGULARISERS, SCOPES, Objective
 from lightning_modules.fedrap.personal_store import STORES, LazyPersonal
@@ -491,18 +492,7 @@ class FedRAP(RecommenderModule):
 
     def figures(self) -> "dict[str, Figure]":
         """Histogram of the entries of the common table, and norms of both views per item."""
-        from matplotlib.figure import Figure
-
         if self.federation is None:
             return {}
-        figure = Figure(figsize=(8, 3))
-        left, right = figure.subplots(1, 2)
-        common = self.federation.common.detach().cpu()
-        left.hist(common.flatten().numpy(), bins=80)
-        left.set(title="entries of the common table", xlabel="value")
-        # Logarithms are taken by hand: typesetting a log axis costs more than a round.
-        seen = (self.federation.item_counts.cpu() + 1).log10()
-        right.scatter(seen.numpy(), common.norm(dim=1).numpy(), s=4)
-        right.set(title="norm of an item by log10 of its count", xlabel="log10(1 + times seen)")
-        figure.subplots_adjust(left=0.06, right=0.98, bottom=0.18, top=0.88)
-        return {"common_table": figure}
+        table = self.federation.common.detach().cpu()
+        return {"common_table": common_table(table, self.federation.item_counts.cpu())}
