@@ -79,6 +79,9 @@ class Federation(nn.Module):
         super().__init__()
         self.settings = settings or Federating()
         self.clients, self.rank, self.world_size = clients, rank, world_size
+        # Under central privacy with Poisson participation the number of participants is itself
+        # private: the average divides by this constant and gets the noise of as many clients.
+        self.expected_clients: float | None = None
         items, width = initial_common.shape
         local = len(range(rank, clients, world_size))
         mode = self.settings.mode
@@ -328,7 +331,7 @@ class Federation(nn.Module):
         before = int(
             self._profile_of_round().above(self.common.new_tensor([self.settings.zero_threshold]))
         )
-        if self.settings.common and len(records):
+        if self.settings.common and (len(records) or self.expected_clients):
             change = self._average(records, taking_part, noise, reduce, gather)
             silent = self._silent_entries(records, reduce)
             self.common = self.settings.server.apply(
@@ -336,7 +339,7 @@ class Federation(nn.Module):
             )
             if silent is not None:
                 self.common.masked_fill_(silent, 0.0)
-            if self.settings.server_prox:
+            if self.settings.server_prox and len(records):
                 self.common = soft_threshold(self.common, float(records[:, THRESHOLD].mean()))
         if isinstance(self.personal, LazyPersonal):
             self.personal.flush()
@@ -380,14 +383,15 @@ class Federation(nn.Module):
                 noise,
             )
         weight = records[:, WEIGHT] if settings.server.kind == "weighted" else records[:, PRESENT]
-        total = weight.sum()
+        total = float(self.expected_clients or weight.sum())
         share = weight * records[:, SCALE] / total
         change = untouched_sum(self.common, share, records[:, DECAY], records[:, SHIFT])
         rows = reduce(self.round_rows.clone())
         change = change + (rows if settings.mode == "central" else rows / total)
         if deviation:
             # The noise of all uploads together, averaged.
-            change = change + deviation / math.sqrt(len(records)) * torch.randn(
+            squares = float(self.expected_clients or weight.square().sum())
+            change = change + deviation * math.sqrt(squares) / total * torch.randn(
                 change.shape, generator=noise, dtype=change.dtype, device=device
             )
         return change

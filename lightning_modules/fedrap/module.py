@@ -379,6 +379,15 @@ class FedRAP(RecommenderModule):
         super().on_train_start()
         assert self.federation is not None
         self.federation.counts_before = self.federation.item_counts.clone()
+        if self.dp_noise and self.dp_trust == "central":
+            if self.federation.settings.server.kind == "median":
+                raise ValueError(
+                    "dp_trust='central' accounts for noise on a sum, not on server='median': "
+                    "use server='mean' or 'fedadam', or dp_trust='local'"
+                )
+            ratio, sampling = self._participation()
+            poisson = sampling == "poisson" and ratio < 1
+            self.federation.expected_clients = (self.n_users or 0) * ratio if poisson else None
         if self._penalties:
             raise ValueError(
                 "penalties registered by a callback do not reach the clients: "
@@ -460,12 +469,18 @@ class FedRAP(RecommenderModule):
         if self.dp_trust == "local":
             # Two neighbouring clients' clipped uploads lie up to twice the clip apart.
             return gaussian_epsilon(self.dp_noise / 2, rounds, self.dp_delta)
-        data = getattr(self._trainer, "datamodule", None) if self._trainer else None
-        ratio = float(getattr(data, "clients_sample_ratio", 1.0))
-        sampling = str(getattr(data, "participation", "fixed"))
-        clients = max(1.0, (self.n_users or 1) * ratio)
+        ratio, sampling = self._participation()
+        clients = (self.n_users or 1) * ratio
+        if sampling == "fixed":
+            clients = int(clients)
         multiplier = self.dp_noise * math.sqrt(clients)
         return spent_epsilon(multiplier, ratio, rounds, self.dp_delta, sampling)
+
+    def _participation(self) -> tuple[float, str]:
+        """Share of the clients in a round, and how they are drawn, as the datamodule says."""
+        data = getattr(self._trainer, "datamodule", None) if self._trainer else None
+        ratio = float(getattr(data, "clients_sample_ratio", 1.0))
+        return ratio, str(getattr(data, "participation", "fixed"))
 
     def on_fit_end(self) -> None:
         """Leave a whole model on rank 0."""

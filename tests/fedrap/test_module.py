@@ -12,6 +12,7 @@ from callbacks import CommunicationCost, Curriculum
 from datamodules import Interactions
 from lightning_modules import FedRAP
 from lightning_modules.fedrap import CentralRecommender, FedNCF
+from lightning_modules.fedrap.privacy import spent_epsilon
 from lightning_modules.fedrap.settings import MODES
 
 SMALL = {"source": "planted", "max_users": 60, "batch_size": 20}
@@ -218,6 +219,25 @@ def test_privacy_is_accounted(fit):
     local, central, quiet = values
     assert 0 < quiet < local
     assert 0 < central < local
+
+
+def test_central_noise_is_what_is_accounted(fit):
+    """Poisson rounds divide by a constant and get constant noise, whoever takes part."""
+    changes = []
+    for noise in (1e-9, 3.0):
+        module = model(dp_clip=1.0, dp_noise=noise, dp_trust="central", mode="global_only")
+        fit(module, data(clients_sample_ratio=0.5, participation="poisson"), epochs=1)
+        assert module.federation.expected_clients == 30
+        changes.append(module.federation.common.double())
+    spread = float((changes[1] - changes[0]).std())
+    assert spread == pytest.approx(3.0 / 30**0.5, rel=0.05)
+    fixed = model(dp_clip=1.0, dp_noise=2.0, dp_trust="central")
+    fit(fixed, data(clients_sample_ratio=0.51), epochs=1)
+    assert fixed.federation.expected_clients is None
+    expected = spent_epsilon(2.0 * 30**0.5, 0.51, 1, fixed.dp_delta, "fixed")
+    assert fixed.epsilon() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="not on server='median'"):
+        fit(model(dp_clip=1.0, dp_noise=2.0, dp_trust="central", server="median"), data())
 
 
 def test_lists_leave_out_what_the_user_has(fit, tmp_path):
