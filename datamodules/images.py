@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from datamodules.base import SuiteDataModule, split
-from datamodules.image_files import Arrays, read_cifar, read_csv, read_mnist, read_npz
+from datamodules.image_readers import Arrays, read_cifar, read_csv, read_mnist, read_npz
 
 __all__ = ["ImageBatch", "ImageRows", "Images"]
 

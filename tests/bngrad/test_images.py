@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from datamodules import Images, IsometryInputs
-from datamodules.image_files import read_idx
+from datamodules.image_readers import read_idx
 from datamodules.images import DOWNLOADS, PUBLISHED_MOMENTS
 from lightning_modules.components.isometry import isometry_gap
 
