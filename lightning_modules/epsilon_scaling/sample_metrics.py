@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 2048
-"""Rows of a distance table that are in memory at a time."""
+TABLE_BYTES = 2**26
+"""Size of the part of a pairwise table that is in memory at a time."""
 
 
 class PrecisionRecall(NamedTuple):
@@ -54,15 +54,24 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     return float(frechet_from_moments(*moments(first), *moments(second)))
 
 
+def _chunks(rows: Tensor, columns: int) -> tuple[Tensor, ...]:
+    """Rows in parts whose float64 tables with so many columns stay below `TABLE_BYTES`."""
+    return torch.split(rows, max(1, TABLE_BYTES // (8 * columns)))
+
+
 def _squared(rows: Tensor, others: Tensor) -> Iterator[Tensor]:
     """Squared distances ``(chunk, m)``, a chunk of rows at a time."""
-    for start in range(0, len(rows), CHUNK):
-        yield torch.cdist(rows[start : start + CHUNK], others) ** 2
+    lengths = (others**2).sum(1)
+    for part in _chunks(rows, len(others)):
+        # |a|^2 + |b|^2 - 2 a b, in the memory of one table
+        table = torch.addmm(lengths[None, :], part, others.T, alpha=-2)
+        yield table.add_((part**2).sum(1)[:, None]).clamp_(min=0)
 
 
 def _radius(rows: Tensor, k: int) -> Tensor:
     # The nearest of all is the row itself.
-    return torch.cat([part.kthvalue(k + 1, dim=1).values for part in _squared(rows, rows)])
+    parts = [part.topk(k + 1, dim=1, largest=False).values for part in _squared(rows, rows)]
+    return torch.cat(parts)[:, k]
 
 
 def precision_recall(reference: Tensor, generated: Tensor, k: int = 3) -> PrecisionRecall:
@@ -120,10 +129,7 @@ def kernel_distance(first: Tensor, second: Tensor) -> float:
     a, b = first.double(), second.double()
 
     def total(x: Tensor, y: Tensor) -> Tensor:
-        parts = [
-            ((x[start : start + CHUNK] @ y.T / x.shape[1] + 1) ** 3).sum()
-            for start in range(0, len(x), CHUNK)
-        ]
+        parts = [(part @ y.T).div_(x.shape[1]).add_(1).pow_(3).sum() for part in _chunks(x, len(y))]
         return torch.stack(parts).sum()
 
     def within(x: Tensor) -> Tensor:

@@ -58,14 +58,38 @@ def test_equal_sets_are_near_and_shifted_sets_far(draw):
     assert sliced_wasserstein(first, second[:300] + 2) == pytest.approx(4.0, rel=0.2)
 
 
-def test_chunks_change_nothing(draw, monkeypatch):
-    """Tables too big for memory are made a chunk at a time."""
+def test_bounded_tables_change_nothing(draw, monkeypatch):
+    """Tables too big for memory are made a part at a time, however long a row is."""
+    metrics = "lightning_modules.epsilon_scaling.sample_metrics"
     first, second = draw(0, (90, 4)), draw(1, (70, 4))
     whole = precision_recall(first, second), kernel_distance(first, second)
-    monkeypatch.setattr("lightning_modules.epsilon_scaling.sample_metrics.CHUNK", 32)
-    parts = precision_recall(first, second), kernel_distance(first, second)
-    assert parts[0] == whole[0]
-    assert parts[1] == pytest.approx(whole[1], rel=1e-9)
+    sizes = []
+    multiply = torch.addmm
+
+    def recorded(*arguments, **named):
+        table = multiply(*arguments, **named)
+        sizes.append(table.numel() * table.element_size())
+        return table
+
+    monkeypatch.setattr(torch, "addmm", recorded)
+    for limit in (20_000, 100):  # a row of distances to 90 others has 720 bytes
+        monkeypatch.setattr(f"{metrics}.TABLE_BYTES", limit)
+        sizes.clear()
+        parts = precision_recall(first, second), kernel_distance(first, second)
+        assert max(sizes) <= max(limit, 720)
+        assert parts[0] == whole[0]
+        assert parts[1] == pytest.approx(whole[1], rel=1e-9)
+
+
+def test_neighbours_equal_the_full_table(draw):
+    first, second = draw(0, (90, 40)) + 5, draw(1, (70, 40)) * 0.9 + 5
+    a, b = first.double(), second.double()
+    inside = torch.cdist(a, a).kthvalue(4, dim=1).values
+    reached = torch.cdist(b, b).kthvalue(4, dim=1).values
+    got = precision_recall(first, second)
+    assert got.precision == (torch.cdist(b, a) <= inside).any(1).double().mean()
+    assert got.recall == (torch.cdist(a, b) <= reached).any(1).double().mean()
+    assert 0.1 < got.recall < got.precision
 
 
 def test_inception_score():
