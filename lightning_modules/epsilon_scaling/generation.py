@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,7 +45,10 @@ class SamplerSettings:
         edm_steps: Noise levels of the EDM samplers.
         sigma_min: Smallest noise level.
         sigma_max: Largest noise level.
-        churn: S_churn of the EDM samplers.
+        churn: S_churn of the EDM samplers; 0 is deterministic.
+        churn_min: S_min, the smallest noise level that is churned.
+        churn_max: S_max, the largest.
+        churn_noise: S_noise, factor of the added noise.
         time_shift_window: Window of the time-shift rival, in original steps; 0 is off.
 
     Raises:
@@ -61,6 +65,9 @@ class SamplerSettings:
     sigma_min: float = 0.002
     sigma_max: float = 80.0
     churn: float = 0.0
+    churn_min: float = 0.0
+    churn_max: float = math.inf
+    churn_noise: float = 1.0
     time_shift_window: int = 0
 
     def __post_init__(self) -> None:
@@ -72,13 +79,29 @@ class SamplerSettings:
             raise ValueError(f"eta must be at least 0, got {self.eta}")
         if self.time_shift_window < 0:
             raise ValueError(f"time_shift_window must be at least 0, got {self.time_shift_window}")
-        if self.is_edm:
-            karras_sigmas(self.edm_steps, self.sigma_min, self.sigma_max)
+        if self.churn and not self.is_edm:
+            raise ValueError(
+                f"churn needs sampler 'heun' or 'euler', got {self.sampler!r}: "
+                "the noise of 'ddim' is eta"
+            )
+        self.edm_sampler()
 
     @property
     def is_edm(self) -> bool:
         """Whether the sampler works on noise levels rather than timesteps."""
         return self.sampler in ("heun", "euler")
+
+    def edm_sampler(self, sigma_max: float = math.inf) -> EDMSampler:
+        """EDM sampler of these settings, from noise no larger than `sigma_max`."""
+        return EDMSampler(
+            karras_sigmas(self.edm_steps, self.sigma_min, min(self.sigma_max, sigma_max)),
+            "euler" if self.sampler == "euler" else "heun",
+            self.scale_correction,
+            self.churn,
+            self.churn_min,
+            self.churn_max,
+            self.churn_noise,
+        )
 
     def steps(self, diffusion: GaussianDiffusion) -> int:
         """Number of steps, each with its own lambda."""
@@ -137,19 +160,12 @@ def generate(
     if settings.is_edm:
         if gradient is not None:
             raise ValueError("classifier guidance needs sampler 'ancestral' or 'ddim'")
-        sigma_max = settings.sigma_max
+        largest = math.inf
         if denoiser is None:
             # A discrete model knows no more noise than its last step has.
             largest = float(diffusion.tables["sqrt_recipm1_alphas_cumprod"][-1])
-            sigma_max = min(sigma_max, largest)
             denoiser = as_denoiser(model, diffusion)
-        grid = karras_sigmas(settings.edm_steps, settings.sigma_min, sigma_max)
-        edm = EDMSampler(
-            grid,
-            settings.sampler,
-            scale_correction=settings.scale_correction,
-            churn=settings.churn,
-        )
+        edm = settings.edm_sampler(largest)
         churn_noise = noise if settings.churn > 0 else None
         scales = schedule.scales_or_none(edm.steps)
         return run_edm_sampler(denoiser, edm, start, churn_noise, scales).to(start.dtype)

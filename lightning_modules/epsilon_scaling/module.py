@@ -1,5 +1,6 @@
 """The LightningModule: trains a diffusion model and samples it with scaled noise."""
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -83,7 +84,10 @@ class EpsilonScaling(SamplesImages):
         edm_steps: Noise levels of the EDM samplers.
         sigma_min: Their smallest level.
         sigma_max: Their largest level.
-        churn: Their added noise S_churn.
+        churn: Their added noise S_churn; 0 is deterministic.
+        churn_min: S_min, the smallest noise level that gets it.
+        churn_max: S_max, the largest.
+        churn_noise: S_noise, factor of its standard deviation.
         analytic_variance: Analytic-DPM variances for the ancestral sampler.
         time_shift_window: Window of the time-shift rival; 0 is off.
         epsilon_scale: b of lambda_t = k t + b; 1 is off.
@@ -144,6 +148,9 @@ class EpsilonScaling(SamplesImages):
         sigma_min: float = 0.002,
         sigma_max: float = 80.0,
         churn: float = 0.0,
+        churn_min: float = 0.0,
+        churn_max: float = math.inf,
+        churn_noise: float = 1.0,
         analytic_variance: bool = False,
         time_shift_window: int = 0,
         epsilon_scale: float = 1.0,
@@ -191,6 +198,9 @@ class EpsilonScaling(SamplesImages):
             sigma_min,
             sigma_max,
             churn,
+            churn_min,
+            churn_max,
+            churn_noise,
             time_shift_window,
         )
         self.diffusion = GaussianDiffusion.from_name(

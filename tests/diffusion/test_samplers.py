@@ -334,6 +334,8 @@ def test_bad_sampler_arguments():
         run_edm_sampler(lambda x, s: x, EDMSampler(), x, scales=torch.ones(9))
     with pytest.raises(ValueError, match="solver"):
         EDMSampler(solver="rk4")
+    with pytest.raises(ValueError, match="churn must be finite"):
+        EDMSampler(churn=float("nan"))
     with pytest.raises(ValueError, match="decrease"):
         EDMSampler(torch.tensor([1.0, 2.0, 0.0]))
     with pytest.raises(ValueError, match="eta"):

@@ -50,6 +50,11 @@ SMALL = {"network_args": {"width": 16, "blocks": 1}, "image_shape": [1, 8, 8]}
         ({"skip_first": -1}, "skip_first"),
         ({"loss_weights": {"mae": 1.0}}, "no term 'mae'"),
         ({"sampler": "heun", "sigma_min": 0.0}, "sigma_min"),
+        ({"sampler": "heun", "churn": -1.0}, "churn must be finite and at least 0"),
+        ({"sampler": "heun", "churn_min": 2.0, "churn_max": 1.0}, "churn_min <= churn_max"),
+        ({"sampler": "heun", "churn_min": -1.0}, "0 <= churn_min"),
+        ({"sampler": "heun", "churn_noise": 0.0}, "churn_noise must be positive"),
+        ({"sampler": "ddim", "churn": 1.0}, "churn needs sampler 'heun' or 'euler'"),
     ],
 )
 def test_arguments(arguments, message):

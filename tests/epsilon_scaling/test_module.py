@@ -1,7 +1,9 @@
 """The LightningModule: training, guidance, EDM, test, prediction, callbacks."""
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from datamodules import ImageFiles, Images
 from datamodules.images import ImageBatch
 from lightning_modules import EpsilonScaling
 from lightning_modules.components.diffusion import ADMClassifier
-from lightning_modules.epsilon_scaling import EpsilonSchedule
+from lightning_modules.epsilon_scaling import EpsilonSchedule, generate
 
 SMALL = {"network_args": {"width": 32, "blocks": 1}}
 UNET = {
@@ -311,6 +313,49 @@ def test_discrete_model_under_the_edm_sampler():
     samples = model.sample(torch.arange(3))
     assert torch.isfinite(samples).all()
     assert samples.shape == (3, 1, 8, 8)
+
+
+def test_churn_reaches_the_sampler():
+    """Reference of a Gaussian mixture in two dimensions, 12 Heun steps with churn in a band."""
+    folder = Path(__file__).parents[1] / "diffusion" / "reference"
+    case = json.loads((folder / "edm.json").read_text())["heun_churn40_1.005"]
+    want = np.load(folder / "edm.npz")
+    mu, var, weight = (torch.from_numpy(want[name]) for name in ("mu", "var", "weight"))
+    arguments = {
+        "churn": case["S_churn"],
+        "churn_min": case["S_min"],
+        "churn_max": case["S_max"],
+        "churn_noise": case["S_noise"],
+    }
+
+    def denoise(x, sigma):
+        total = var + sigma**2
+        difference = x[:, None] - mu
+        square = (difference**2).sum(-1) / total
+        share = (weight.log() - square / 2 - total.log()).softmax(1)[..., None]
+        return (share * (mu + (var / total)[:, None] * difference)).sum(1)
+
+    def samples(**changed):
+        model = EpsilonScaling(
+            **SMALL, image_shape=[1, 8, 8], prediction="edm", sampler="heun",
+            edm_steps=case["num_steps"], epsilon_scale=case["eps_scaler"], **(arguments | changed),
+        )  # fmt: skip
+        stream = np.random.RandomState(case["noise_seed"])
+
+        def noise(step):
+            drawn = want["latents"] if step < 0 else stream.standard_normal((6, 2))
+            return torch.from_numpy(drawn)
+
+        return generate(
+            denoise, model.diffusion, model.settings, model.epsilon_schedule, noise,
+            denoiser=denoise,
+        )  # fmt: skip
+
+    got = samples()
+    np.testing.assert_allclose(got, want["heun_churn40_1.005"], rtol=1e-10, atol=1e-10)
+    assert torch.equal(samples(churn_min=60.0, churn_max=70.0), samples(churn=0.0))
+    for name, value in (("churn_min", 1.0), ("churn_max", 1.0), ("churn_noise", 1.0)):
+        assert (samples(**{name: value}) - got).abs().max() > 1e-4, name
 
 
 def test_rivals_run(tmp_path):

@@ -32,7 +32,8 @@ class EDMSampler:
         churn_noise: S_noise, factor of the added noise.
 
     Raises:
-        ValueError: If the solver is unknown or the grid is not decreasing to 0.
+        ValueError: If the solver is unknown, the grid is not decreasing to 0 or a churn value is
+            out of range.
     """
 
     def __init__(
@@ -50,6 +51,14 @@ class EDMSampler:
             raise ValueError(f"solver must be 'heun' or 'euler', got {solver!r}")
         if not (self.sigmas.diff() < 0).all() or float(self.sigmas[-1]) != 0.0:
             raise ValueError("sigmas must decrease strictly to a last entry of 0")
+        if not 0 <= churn < math.inf:
+            raise ValueError(f"churn must be finite and at least 0, got {churn}")
+        if not 0 <= churn_min <= churn_max:
+            raise ValueError(
+                f"churn needs 0 <= churn_min <= churn_max, got {churn_min} and {churn_max}"
+            )
+        if not 0 < churn_noise < math.inf:
+            raise ValueError(f"churn_noise must be positive, got {churn_noise}")
         self.solver, self.scale_correction = solver, scale_correction
         self.churn, self.churn_min, self.churn_max = churn, churn_min, churn_max
         self.churn_noise = churn_noise
