@@ -37,15 +37,41 @@ def seconds(function: Callable[[], object], repeats: int = 5) -> float:
 
 def layer_loop(net: DeepBNMLP, x: Tensor, y: Tensor) -> list[tuple[float, ...]]:
     """The same measurements the plain way: singular values layer by layer, `.item()` each."""
-    loss = F.cross_entropy(net(x), y)
+    logits, hidden = net(x, return_hidden=True)
+    loss = F.cross_entropy(logits, y)
     gradients = torch.autograd.grad(loss, [layer.weight for layer in net.linear_maps])
     rows = []
-    with torch.no_grad():
-        for block, gradient in zip(net.blocks, gradients, strict=False):
-            fc, norm, act, x = block.states(x)
-            gaps = [isometry_gap(m.double()).item() for m in (block.linear.weight, fc, norm, act)]
-            rows.append((*gaps, gradient.norm().item()))
+    for layer, *states, gradient in zip(net.linear_maps, *hidden, gradients, strict=False):
+        gaps = [isometry_gap(m.detach().double()).item() for m in (layer.weight, *states)]
+        rows.append((*gaps, gradient.norm().item()))
     return rows
+
+
+def measure(norm: str, x: Tensor, y: Tensor) -> None:
+    """Reports a whole measurement, and how much of it each part takes on both sides."""
+    net = DeepBNMLP(WIDTH, 10, DEPTH, WIDTH, norm=norm)
+    weights = [layer.weight for layer in net.linear_maps]
+    with torch.no_grad():
+        hidden = net(x, return_hidden=True)[1]
+        matrices = torch.cat([torch.stack(weights[:DEPTH]), *hidden])
+
+    def loss() -> Tensor:
+        return F.cross_entropy(net(x), y)
+
+    ours = seconds(lambda: measure_signals(net, loss, NETWORK_ROLES))
+    theirs = seconds(lambda: layer_loop(net, x, y), 3)
+    common = seconds(lambda: torch.autograd.grad(loss(), weights))
+    gaps = seconds(lambda: [batched_isometry_gap(m, x.dtype) for m in matrices.split(50)])
+    loop = seconds(lambda: [isometry_gap(m.double()).item() for m in matrices], 3)
+    report(f"measure every layer, {norm}, against a loop over layers", ours, theirs)
+    report("  of it forward and backward pass, the same on both sides", common, common)
+    report(f"  of it the gaps of {len(matrices)} matrices", gaps, loop)
+    report(
+        "  of it the rest (hooks, copies, putting back)",
+        ours - common - gaps,
+        theirs - common - loop,
+    )
+    report("  all but forward and backward pass", ours - common, theirs - common)
 
 
 def plain_sequential(depth: int, width: int) -> nn.Sequential:
@@ -83,19 +109,7 @@ def main() -> None:
     print(f"{'':58s} {'ours':>11s} {'plain':>11s}   plain / ours")
 
     for norm in ("bn_nocenter", "bn"):
-        net = DeepBNMLP(WIDTH, 10, DEPTH, WIDTH, norm=norm)
-        ours = seconds(lambda net=net: measure_signals(
-            net, lambda: F.cross_entropy(net(x), y), NETWORK_ROLES), 3)  # fmt: skip
-        theirs = seconds(lambda net=net: layer_loop(net, x, y), 3)
-        report(f"measure every layer, {norm}, against a loop over layers", ours, theirs)
-    net = DeepBNMLP(WIDTH, 10, DEPTH, WIDTH, norm="bn_nocenter")
-    with torch.no_grad():
-        states = torch.cat(net(x, return_hidden=True)[1])
-    report(
-        "the gaps alone",
-        seconds(lambda: [batched_isometry_gap(part) for part in states.split(16)], 3),
-        seconds(lambda: [isometry_gap(state).item() for state in states], 3),
-    )
+        measure(norm, x, y)
     plain = seconds(train_step(plain_sequential(DEPTH, WIDTH), x, y))
     for name, options in (
         ("training step, default (bn), against nn.Sequential", {}),

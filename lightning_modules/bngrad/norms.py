@@ -162,8 +162,8 @@ class BatchNorm(nn.Module):
             )
             statistics = BatchStatistics(mean.detach(), inverse.detach(), count)
         else:
-            out, statistics = self._from_sums(h)
-            out = out * self._factor(statistics.samples, gain)
+            centred, inverse, statistics = self._from_sums(h)
+            out = centred * (inverse * self._factor(statistics.samples, gain))
         self.pending = statistics
         if not self.deferred:
             settle([self])
@@ -176,8 +176,11 @@ class BatchNorm(nn.Module):
         c = float(self.scale)
         return gain * (c * torch.rsqrt(count) if isinstance(count, Tensor) else c / count**0.5)
 
-    def _from_sums(self, h: Tensor) -> tuple[Tensor, BatchStatistics]:
-        """Output with mean square 1 and statistics, from sums that may run over processes."""
+    def _from_sums(self, h: Tensor) -> tuple[Tensor, Tensor, BatchStatistics]:
+        """Input (centred), what its columns are multiplied by for mean square 1, and statistics.
+
+        The sums may run over processes.
+        """
         count: float | Tensor = h.shape[0]
         synchronise = self.sync and world_size() > 1
         mean = None
@@ -198,7 +201,7 @@ class BatchNorm(nn.Module):
             square = h.square().mean(0)
         inverse = (square + self.eps).rsqrt()
         mean = mean.detach() if mean is not None else None
-        return h * inverse, BatchStatistics(mean, inverse.detach(), count)
+        return h, inverse, BatchStatistics(mean, inverse.detach(), count)
 
     def _with_running_statistics(self, h: Tensor) -> Tensor:
         # before the first training step the statistics are those of a standard normal

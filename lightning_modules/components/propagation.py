@@ -195,7 +195,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for submodule, flag in flags:
-                submodule.training = flag
+                if submodule.training != flag:  # setting an attribute of a module is slow
+                    submodule.training = flag
 
 
 def _state_names(metric: Any) -> list[str]:
@@ -358,10 +359,13 @@ def _by_shape(
     for group in groups.values():
         first = matrices[group[0]]
         # on a CPU a few megabytes at a time, which stay in its cache
-        budget = 2**21 if first.device.type == "cpu" else 2**28
+        budget = 2**22 if first.device.type == "cpu" else 2**28
         size = max(1, budget // (8 * max(first.numel(), 1)))
         for start in range(0, len(group), size):
             part = group[start : start + size]
-            values = function(torch.stack([matrices[n] for n in part]), computed_in)
+            # stacks and converts in one pass
+            stack = first.new_empty((len(part), *first.shape), dtype=torch.float64)
+            torch._foreach_copy_(list(stack.unbind()), [matrices[n] for n in part])
+            values = function(stack, computed_in)
             result.update(zip(part, values.tolist(), strict=True))
     return result
