@@ -4,6 +4,7 @@ from lightning_modules.components.lazy import lazy_names
 
 # public name -> module that defines it
 PUBLIC_NAMES = {
+    "GaussianMixture": "gaussian_mixture",
     "ImageFiles": "image_folder",
     "Images": "images",
     "IsometryInputs": "isometry_inputs",

@@ -35,3 +35,21 @@ class ImagesInMemory:
 def rows_of(dataset: Any, indices: list[int] | None = None) -> Any:
     """Batch of some or all samples of a data set."""
     return dataset[list(range(len(dataset))) if indices is None else indices]
+
+
+class KnownMixture(Protocol):
+    """What data may say of themselves, in an attribute `mixture`.
+
+    Attributes:
+        centres: ``(k, c, h, w)`` of equally likely Gaussians.
+        std: Their standard deviation.
+    """
+
+    centres: Tensor
+    std: float
+
+
+def known_mixture(data: Any) -> KnownMixture | None:
+    """Mixture that a datamodule says its samples are drawn from, if it does."""
+    mixture: KnownMixture | None = getattr(data, "mixture", None)
+    return mixture

@@ -26,7 +26,7 @@ from lightning_modules.components.diffusion import (
 )
 from lightning_modules.components.randomness import seed_from
 from lightning_modules.components.sharding import shard_blocks
-from lightning_modules.epsilon_scaling.batches import Images, rows_of
+from lightning_modules.epsilon_scaling.batches import Images, known_mixture, rows_of
 from lightning_modules.epsilon_scaling.checks import check_arguments
 from lightning_modules.epsilon_scaling.generation import SamplerSettings
 from lightning_modules.epsilon_scaling.networks import BLOCKS, build_network, label_or_null
@@ -52,8 +52,8 @@ class EpsilonScaling(SamplesImages):
     uint8 NHWC, ``arr_1`` labels) and ``samples.png``.
 
     Args:
-        network: "mlp" (tiny images), "unet" (ADM) or "exact" (closed form for a mixture around
-            the training images; nothing is trained).
+        network: "mlp" (tiny images), "unet" (ADM) or "exact" (closed form for the mixture that
+            the data are drawn from, or for one around the training images; nothing is trained).
         network_args: Further constructor arguments of the network.
         checkpoint: Published ADM state dict to start from (network "unet").
         image_shape: ``[c, h, w]``; asked of the data if None.
@@ -68,7 +68,8 @@ class EpsilonScaling(SamplesImages):
             move it.
         input_perturbation: gamma of the DDPM-IP rival; 0 is off.
         min_snr_gamma: Weight the noise loss by min(SNR, gamma) / SNR; None is off.
-        data_std: Width h of the mixture of network "exact", or sigma_data of "edm".
+        data_std: Width h of the mixture of network "exact" around the training images, or
+            sigma_data of "edm".
         num_classes: Labels of a class-conditional model.
         label_dropout: Share of training samples with an empty label (classifier-free guidance).
         guidance: "none", "classifier" or "classifier_free".
@@ -251,8 +252,7 @@ class EpsilonScaling(SamplesImages):
             self.set_hparam("image_shape", self._shape_of_data())
         assert self.image_shape is not None
         if self.network == "exact":
-            images = rows_of(self._datamodule().train_set).x
-            self.denoiser = ExactScore(images.to(self.device), self.data_std, self.diffusion)
+            self.denoiser = self._exact_score()
             return
         learned = self.diffusion.variance == "learned_range"
         channels = self.image_shape[0] * (2 if learned else 1)
@@ -268,6 +268,14 @@ class EpsilonScaling(SamplesImages):
         self.denoiser = (
             EDMPreconditioning(network, self.data_std) if self.prediction == "edm" else network
         )
+
+    def _exact_score(self) -> ExactScore:
+        data = self._datamodule()
+        mixture = known_mixture(data)
+        if mixture is not None:
+            self.set_hparam("data_std", mixture.std)
+        centres = rows_of(data.train_set).x if mixture is None else mixture.centres
+        return ExactScore(centres.to(self.device), self.data_std, self.diffusion)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the network before its weights arrive."""

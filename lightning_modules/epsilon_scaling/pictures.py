@@ -32,14 +32,30 @@ def image_grid(images: Tensor, columns: int | None = None, margin: int = 1) -> T
     return functional.pad(lines, (0, 0, 0, margin, 0, margin), value=255)
 
 
+def are_points(images: Tensor) -> bool:
+    """Whether images ``(n, 1, 1, 2)`` are points of the plane."""
+    return tuple(images.shape[1:]) == (1, 1, 2)
+
+
+def shown_in_figure(images: Tensor) -> Tensor:
+    """Samples ``(n, c, h, w)`` in [-1, 1] that a figure shows, as ``(m, h, w, c)`` uint8."""
+    pixels = to_uint8(images[:1024])
+    return (pixels if are_points(pixels) else pixels[:64]).cpu()
+
+
 def grid_figure(images: Tensor, title: str) -> Figure:
-    """Draw a grid of ``(n, h, w, c)`` uint8 images under a title."""
+    """Draw a grid of ``(n, h, w, c)`` uint8 images under a title; points as points."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4, 4.3))
     axes = figure.add_subplot()
-    axes.imshow(image_grid(images).numpy(), interpolation="nearest")
     axes.set_title(title)
+    if are_points(images):
+        across, up = (images.flatten(1).double() / 127.5 - 1).T.numpy()
+        axes.plot(across, up, ".", markersize=2)
+        axes.set(xlim=(-1, 1), ylim=(-1, 1), aspect="equal")
+        return figure
+    axes.imshow(image_grid(images).numpy(), interpolation="nearest")
     axes.axis("off")
     return figure
 
@@ -61,6 +77,9 @@ def write_samples(folder: Path, images: Tensor, labels: Tensor | None) -> list[P
     if labels is not None:
         arrays["arr_1"] = labels.numpy()
     np.savez(folder / "samples.npz", **arrays)  # type: ignore[arg-type]
+    if are_points(images):
+        grid_figure(images, "").savefig(folder / "samples.png")
+        return [folder / "samples.npz", folder / "samples.png"]
     # Tiny images are enlarged, so that the grid can be looked at.
     enlarge = max(1, 32 // images.shape[1])
     shown = images[:256].repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)

@@ -27,7 +27,12 @@ from lightning_modules.epsilon_scaling.exposure_bias import ExposureBias, measur
 from lightning_modules.epsilon_scaling.features import FEATURES, ClassifierFeatures, build_features
 from lightning_modules.epsilon_scaling.generation import PositionNoise, SamplerSettings, generate
 from lightning_modules.epsilon_scaling.lambda_search import golden_section_search, grid_search
-from lightning_modules.epsilon_scaling.pictures import grid_figure, to_uint8, write_samples
+from lightning_modules.epsilon_scaling.pictures import (
+    grid_figure,
+    shown_in_figure,
+    to_uint8,
+    write_samples,
+)
 from lightning_modules.epsilon_scaling.quality import (
     FeatureRows,
     quality,
@@ -293,7 +298,7 @@ class SamplesImages(PaperModule):
             images = self.sample(positions, labels, schedule)
             assert isinstance(rows, FeatureRows)
             rows.update(self.features(images))
-            self._hidden["grids"].setdefault(schedule.describe(), to_uint8(images[:64]).cpu())
+            self._hidden["grids"].setdefault(schedule.describe(), shown_in_figure(images))
 
     def on_test_epoch_end(self) -> None:
         """Log the distances of every schedule."""

@@ -13,11 +13,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from callbacks import Curriculum, ExposureBiasMonitor, LambdaSearch
 from callbacks.schedules import Linear
-from datamodules import ImageFiles, Images
+from datamodules import GaussianMixture, ImageFiles, Images
 from datamodules.images import ImageBatch
 from lightning_modules import EpsilonScaling
 from lightning_modules.components.diffusion import ADMClassifier
 from lightning_modules.epsilon_scaling import EpsilonSchedule, generate
+from lightning_modules.epsilon_scaling.sample_metrics import sliced_wasserstein
 
 SMALL = {"network_args": {"width": 32, "blocks": 1}}
 UNET = {
@@ -313,6 +314,31 @@ def test_discrete_model_under_the_edm_sampler():
     samples = model.sample(torch.arange(3))
     assert torch.isfinite(samples).all()
     assert samples.shape == (3, 1, 8, 8)
+
+
+def test_exact_score_of_a_known_mixture(tmp_path):
+    """Centres and width come from the data; samples lie around the centres, not the draws."""
+    data = GaussianMixture("ring", size=1200, batch_size=300)
+    model = EpsilonScaling(
+        "exact", respacing="50", clip=None, compare=[1.0], feature_network="pixels",
+        samples_per_image=2, data_std=0.5,
+    )  # fmt: skip
+    values = trainer(tmp_path).test(model, datamodule=data, verbose=False)[0]
+    assert torch.equal(model.denoiser.centres, data.mixture.centres.flatten(1))
+    assert model.data_std == model.hparams["data_std"] == data.std
+    samples = model.sample(torch.arange(600), schedule=EpsilonSchedule()).flatten(1)
+    nearest = torch.cdist(samples, data.mixture.centres.flatten(1)).min(1).values
+    assert float(nearest.square().mean() / 2) ** 0.5 == pytest.approx(data.std, rel=0.1)
+    assert values["test/precision_pixels"] > 0.9
+    figure = model.figures()["samples_1"]
+    assert len(figure.axes[0].lines[0].get_xdata()) == 600  # points, not a grid of pixels
+    model.settings = replace(model.settings, respacing="10")
+    few = EpsilonSchedule(), EpsilonSchedule(1.025)
+    values = [model.sample(torch.arange(1000), schedule=each).flatten(1) for each in few]
+    true = data.train_set[list(range(1000))].x.flatten(1)
+    assert sliced_wasserstein(values[1], true) < 0.75 * sliced_wasserstein(values[0], true)
+    model.write_predictions([model.predict_step(data.test_set[[0, 1]], 0)], tmp_path)
+    assert (tmp_path / "samples.png").stat().st_size > 0
 
 
 def test_churn_reaches_the_sampler():
