@@ -7,6 +7,7 @@ trl is compared with when it is installed (`pip install trl`); it is no dependen
 
 import argparse
 import importlib.util
+import inspect
 import os
 import resource
 import tempfile
@@ -24,6 +25,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 PROMPTS, CANDIDATES, SELECTED, BETA = 1000, 64, 8, 0.5
+CHUNK = 64  # token rows at a time, less memory than the library's default
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 2048,
@@ -90,7 +92,14 @@ def sampler() -> None:
 
 def peak_megabytes(warm: Callable[[], object], step: Callable[[], object]) -> float:
     """Growth of the largest resident memory during one call, in a child that ran nothing before."""
+    import ctypes
+    import gc
     import multiprocessing
+
+    # memory that this process freed but kept would serve the child, and its growth be too small
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
     def child(pipe: Connection) -> None:
         warm()  # loads what the first backward pass of a process loads
@@ -110,6 +119,7 @@ def logprobs() -> None:
     from lightning_modules.components.language import gather_logprobs, head_logprobs
 
     rows, width, vocabulary = 1024, 128, 32_000
+    default = inspect.signature(gather_logprobs).parameters["chunk"].default
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         hidden = torch.randn(rows, width).to(dtype)
@@ -119,8 +129,10 @@ def logprobs() -> None:
             "log_softmax and gather": lambda x, y, head=head: (
                 head(x).float().log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
             ),
-            "ours, from logits": lambda x, y, head=head: gather_logprobs(head(x), y, 64),
-            "ours, from hidden states": lambda x, y, head=head: head_logprobs(x, head, y, chunk=64),
+            "ours, from logits": lambda x, y, head=head: gather_logprobs(head(x), y, CHUNK),
+            "ours, from hidden states": lambda x, y, head=head: head_logprobs(
+                x, head, y, chunk=CHUNK
+            ),
         }
 
         def step(
@@ -137,6 +149,7 @@ def logprobs() -> None:
             return x.grad.float()
 
         print(f"log-probabilities, forward and backward, {rows} tokens x {vocabulary}, {dtype}")
+        print(f"  ours in chunks of {CHUNK} tokens (default: {default})")
         peaks = {k: peak_megabytes(partial(step, w, 8), partial(step, w)) for k, w in ways.items()}
         gradients = [step(way) for way in ways.values()]
         scale = gradients[0].abs().max() * (1e-5 if dtype == torch.float32 else 2e-2)

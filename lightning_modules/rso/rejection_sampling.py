@@ -209,32 +209,37 @@ def rejection_passes(
     """
     prompts, number = rewards.shape
     device = rewards.device
-    indices = torch.full((prompts, n_select), -1, dtype=torch.int64, device=device)
-    count = torch.zeros(prompts, dtype=torch.int64, device=device)
-    passes = count.clone()
-    scaled = (rewards / _column(beta, rewards)).masked_fill_(~remaining, -torch.inf)
-    wanted = remaining.sum(-1).clamp(max=n_select)
-    active = wanted.nonzero().view(-1)
+    # the last column takes what a pass accepts after enough
+    indices = torch.full((prompts, n_select + 1), -1, dtype=torch.int64, device=device)
+    passes = torch.zeros(prompts, dtype=torch.int64, device=device)
+    pool = rewards.contiguous() / _column(beta, rewards)
+    pool.masked_fill_(~remaining, -torch.inf)
+    # one entry for each row of the pool: its prompt, how many more it wants, how many it has
+    active = torch.arange(prompts, device=device)
+    wanted = remaining.sum(-1).clamp_(max=n_select)
+    count = torch.zeros_like(wanted)
     for turn in range(n_select):
-        if not len(active):
+        more = (count < wanted).nonzero().view(-1)
+        if not len(more):
             break
-        gap = scaled.index_select(0, active)
-        gap -= gap.amax(-1, keepdim=True)
-        hit = (uniforms(turn, active) < gap.exp_()).view(-1).nonzero().view(-1)
-        local, column = hit // number, hit % number
-        row = active[local]
+        if len(more) < len(active):
+            pool, active, wanted, count = (
+                x.index_select(0, more) for x in (pool, active, wanted, count)
+            )
+        passes.index_fill_(0, active, turn + 1)
+        chance = (pool - pool.amax(-1, keepdim=True)).exp_()
+        hit = (uniforms(turn, active) < chance).view(-1).nonzero().view(-1)
+        row = hit // number
+        accepted = torch.bincount(row, minlength=len(active))
         # place of a hit among those of its prompt; `nonzero` lists them prompt by prompt
-        per_row = torch.bincount(local, minlength=len(active))
-        before = per_row.cumsum(0) - per_row
-        place = count[row] + torch.arange(len(row), device=device) - before[local]
-        kept = place < n_select
-        row, column = row[kept], column[kept]
-        indices[row, place[kept]] = column
-        passes[active] += 1
-        count[active] = (count[active] + per_row).clamp(max=n_select)
-        scaled.view(-1)[row * number + column] = -torch.inf
-        active = active[(count < wanted)[active]]
-    return Selection(indices, count, passes)
+        before = accepted.cumsum(0) - accepted
+        place = torch.arange(len(hit), device=device) + (count - before).index_select(0, row)
+        prompt = active.index_select(0, row)
+        indices[prompt, place.clamp_(max=n_select)] = hit - row * number
+        pool.view(-1).index_fill_(0, hit, -torch.inf)
+        count += accepted
+    indices = indices[:, :n_select].contiguous()
+    return Selection(indices, (indices >= 0).sum(-1), passes)
 
 
 def _column(beta: float | Tensor, like: Tensor) -> Tensor:

@@ -186,6 +186,17 @@ def test_counter_numbers_are_uniform_and_uncorrelated():
     assert (torch.bincount(order[:, 0], minlength=4) / 3000 - 0.25).abs().max() < 0.04
 
 
+def test_counters_that_are_numbers_give_what_tensors_give():
+    index = torch.arange(5)
+    for seed in (0, -1, 2**63 - 1):
+        for number in (0, 7, -3, 2**63 - 1, -(2**63)):
+            by_tensor = counter_uniform(seed, torch.tensor(number), index)
+            assert torch.equal(counter_uniform(seed, number, index), by_tensor)
+    # the numbers themselves, as pairs on disk depend on them
+    got = counter_uniform(3, 11, index[:3], 2)
+    assert got.tolist() == [0.6948909210546403, 0.7342228999098888, 0.00988908454762083]
+
+
 def test_bad_input(model):
     ids, mask = pad(PROMPTS, 0)
     with pytest.raises(ValueError, match="padded on the left"):

@@ -64,6 +64,11 @@ def test_batch_equals_prompts_one_by_one_and_any_split():
     assert select(r, 8, 0.5, seed=4).rows() != whole.rows()
 
 
+def test_layout_of_the_rewards_in_memory_does_not_matter():
+    r = rewards(20)
+    assert select(r.T.contiguous().T, 8, 0.5).rows() == select(r, 8, 0.5).rows()
+
+
 def test_a_beta_per_prompt():
     r = rewards(4)
     beta = torch.tensor([1e-9, 1e9, 0.5, 0.5])

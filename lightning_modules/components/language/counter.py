@@ -13,6 +13,7 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
+_WORD = 2**64 - 1
 
 
 def _xor_shift(x: Tensor, spare: Tensor, bits: int) -> Tensor:
@@ -31,6 +32,15 @@ def _mix(x: Tensor) -> Tensor:
     return _xor_shift(x, spare, 31)
 
 
+def _mix_number(x: int) -> int:
+    """`_mix` of one number: a tensor operation on it would cost more than a thousand of these."""
+    x &= _WORD
+    x = ((x ^ x >> 30) * _FIRST) & _WORD
+    x = ((x ^ x >> 27) * _SECOND) & _WORD
+    x ^= x >> 31
+    return x - ((x >> 63) << 64)  # signed, as tensors have it
+
+
 def purpose(name: str) -> int:
     """A stable integer for a word, to keep streams of one seed apart."""
     return zlib.crc32(name.encode())
@@ -44,12 +54,18 @@ def counter_uniform(seed: int, *counters: Tensor | int) -> Tensor:
         counters: Integer tensors (or integers) that broadcast; at least one is a tensor.
     """
     device = next((c.device for c in counters if isinstance(c, Tensor)), torch.device("cpu"))
-    wrapped = (seed + 2**63) % 2**64 - 2**63
-    state = _mix(torch.tensor(wrapped, dtype=torch.int64, device=device) + _GOLDEN)
+    state: Tensor | int = _mix_number(seed + _GOLDEN)
     for counter in counters:
-        value = torch.as_tensor(counter, device=device).long()
-        state = _mix((state ^ _mix(value + _GOLDEN)).add_(_GOLDEN))
-    return state.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
+        if isinstance(counter, Tensor):
+            state = state ^ _mix(counter.to(device, torch.int64) + _GOLDEN)
+        else:
+            state = state ^ _mix_number(int(counter) + _GOLDEN)
+        if isinstance(state, Tensor):
+            state = _mix(state.add_(_GOLDEN))
+        else:
+            state = _mix_number(state + _GOLDEN)
+    bits = torch.as_tensor(state, device=device).bitwise_right_shift_(11)
+    return bits.bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
 def counter_shuffle(seed: int, rows: Tensor, length: int) -> Tensor:
