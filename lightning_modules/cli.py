@@ -248,7 +248,7 @@ class _NoAdvertisements(logging.Filter):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence messages that no user of the suite can act on."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     tips = _NoAdvertisements()
@@ -352,7 +352,7 @@ def run_cli(words: Sequence[str], from_process: bool = False) -> SuiteCLI:
     if from_process:
         # the launcher of further ranks starts `sys.argv` again
         sys.argv[1:] = [*words]
-    with _own_run_folder(), _quiet():
+    with _own_run_folder(), quiet():
         try:
             return SuiteCLI(args=expanded)
         except UserError as error:

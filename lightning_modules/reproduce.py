@@ -224,13 +224,15 @@ def reproduce_command(words: Sequence[str]) -> int:
 
 
 def _measure(card: Card, root: Path) -> Result:
+    from lightning_modules.cli import quiet
     from lightning_modules.errors import explain_failure
 
     lab = Lab(root / card.name)
     start = time.perf_counter()
     error = None
     try:
-        lab.run(card.name)
+        with quiet():
+            lab.run(card.name)
     except Exception as failure:
         error = explain_failure(failure)
     return Result(card, time.perf_counter() - start, lab, error)

@@ -128,5 +128,5 @@ def _regression(dims: list[int], risks: dict[str, list[float]], predicted: list[
     axis.set_xlabel("dimension")
     axis.set_ylabel("excess risk")
     axis.set_title("Linear regression, H = diag(1/k), rho = 1")
-    axis.legend()
+    axis.legend(loc="lower right", fontsize="small")
     return figure

@@ -9,6 +9,10 @@ import torch
 from lightning_modules.fedrap.ranking import hits, rank_among, rank_in_catalogue
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from matplotlib.figure import Figure
+
     from lightning_modules.reproduce import Lab
 
 MODEL, DATA = "--model.init_args.", "--data.init_args."
@@ -76,12 +80,44 @@ def never_called_wrong(lab: Lab, pool: str, rounds: int) -> float:
 
 def reproduce(lab: Lab) -> None:
     """Measure all claims."""
-    _leak(lab)
-    _planted(lab)
-    _purchases(lab)
+    panels = {
+        "Published protocol on purchases\n(99 sampled items)": _leak(lab),
+        "Planted tastes, strict negatives\n(99 sampled items)": _planted(lab),
+        "Next purchase, strict negatives\n(all 400 products)": _purchases(lab),
+    }
+    lab.figure("hit_rates", bars(panels))
 
 
-def _leak(lab: Lab) -> None:
+def bars(panels: Mapping[str, Mapping[str, tuple[float, ...]]]) -> Figure:
+    """Hit rates side by side.
+
+    Args:
+        panels: Title → name of a method → one hit rate, or two: leaking and strict negatives.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 3.6), layout="constrained")
+    for ax, (title, rates) in zip(axes, panels.items(), strict=True):
+        count = max(len(values) for values in rates.values())
+        colours = ("#a4161a", "#1b6ca8") if count == 2 else ("#1b6ca8",)
+        labels = ("leaking negatives", "strict negatives") if count == 2 else (None,)
+        for part in range(count):
+            heights = [values[part] for values in rates.values()]
+            places = [i + (part - (count - 1) / 2) * 0.38 for i in range(len(rates))]
+            drawn = ax.bar(places, heights, 0.36, color=colours[part], label=labels[part])
+            ax.bar_label(drawn, fmt="%.3f", fontsize=8, padding=2)
+        ax.set_xticks(range(len(rates)), list(rates), fontsize=9)
+        ax.set_title(title, fontsize=10)
+        ax.set_ylabel("HR@10")
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.margins(y=0.2)
+        if count == 2:
+            ax.legend(frameon=False, fontsize=8, loc="upper center", ncols=2)
+    plt.close(figure)
+    return figure
+
+
+def _leak(lab: Lab) -> dict[str, tuple[float, ...]]:
     """The published protocol, and what remains of it with strict negatives."""
     key = "test/hr_paper"
     table: dict[str, list[float]] = {}
@@ -122,9 +158,15 @@ def _leak(lab: Lab) -> None:
         "No model, items ranked by how rarely they were a training negative in 20 rounds: "
         f"{memory[0]:.3f} with leaking and {memory[1]:.3f} with strict negatives."
     )
+    return {
+        "FedRAP": tuple(table["additive"]),
+        "clients\nalone": tuple(table["local_only"]),
+        "shared\ntable": tuple(table["global_only"]),
+        "no model:\ncounting": tuple(memory),
+    }
 
 
-def _planted(lab: Lab) -> None:
+def _planted(lab: Lab) -> dict[str, tuple[float, ...]]:
     """Items new to the user, strict negatives, hidden tastes that are there to be found."""
     key = "test/hr_paper"
     restrained = _test(lab, "planted")[key]
@@ -141,9 +183,14 @@ def _planted(lab: Lab) -> None:
         f"Planted tastes, strict negatives, HR@10: restrained {restrained:.3f}, as published "
         f"{published:.3f}, popularity {popularity:.3f}."
     )
+    return {
+        "restrained": (restrained,),
+        "as\npublished": (published,),
+        "popularity": (popularity,),
+    }
 
 
-def _purchases(lab: Lab) -> None:
+def _purchases(lab: Lab) -> dict[str, tuple[float, ...]]:
     """Next purchase of real customers among all products, repeats included."""
     key = "test/hr"
     additive = lab.fit("fedrap/default.yaml", *QUICK)
@@ -168,3 +215,10 @@ def _purchases(lab: Lab) -> None:
         f"{shared:.3f}, clients alone {alone:.3f}, popularity {popularity:.3f}, the client's own "
         f"frequencies (no learning at all) {frequency:.3f}."
     )
+    return {
+        "FedRAP": (ours,),
+        "shared\ntable": (shared,),
+        "clients\nalone": (alone,),
+        "popularity": (popularity,),
+        "own\ncounts": (frequency,),
+    }
