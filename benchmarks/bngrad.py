@@ -66,11 +66,6 @@ def measure(norm: str, x: Tensor, y: Tensor) -> None:
     report(f"measure every layer, {norm}, against a loop over layers", ours, theirs)
     report("  of it forward and backward pass, the same on both sides", common, common)
     report(f"  of it the gaps of {len(matrices)} matrices", gaps, loop)
-    report(
-        "  of it the rest (hooks, copies, putting back)",
-        ours - common - gaps,
-        theirs - common - loop,
-    )
     report("  all but forward and backward pass", ours - common, theirs - common)
 
 

@@ -218,7 +218,8 @@ class _Triangular(NamedTuple):
                 v = torch.linalg.lu_solve(self.matrix, self.pivots, _normalised(w))
                 v = _normalised(v)
                 w = torch.linalg.lu_solve(self.matrix, self.pivots, v, adjoint=True)
-        return torch.linalg.vector_norm(w, dim=-2).amax(-1).reciprocal()
+        bound: Tensor = torch.linalg.vector_norm(w, dim=-2).amax(-1).reciprocal()
+        return bound
 
 
 def _largest(matrices: Tensor, start: Tensor, steps: int) -> Tensor:
@@ -227,7 +228,8 @@ def _largest(matrices: Tensor, start: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         v = matrices.mT @ _normalised(w)
         w = matrices @ _normalised(v)
-    return torch.linalg.vector_norm(w, dim=-2).amax(-1)
+    bound: Tensor = torch.linalg.vector_norm(w, dim=-2).amax(-1)
+    return bound
 
 
 def _normalised(columns: Tensor) -> Tensor:

@@ -293,7 +293,7 @@ def _norm(gradient: Tensor) -> Tensor:
 def _leaf(module: nn.Module) -> Tensor:
     """The parameter behind a weight, which a parametrization may compute anew at every access."""
     if nn.utils.parametrize.is_parametrized(module, "weight"):
-        original: Tensor = module.parametrizations["weight"].original  # type: ignore[index, union-attr, assignment]
+        original: Tensor = module.parametrizations["weight"].original  # type: ignore[index, union-attr]
         return original
     weight: Tensor = module.weight  # type: ignore[assignment]
     return weight

@@ -141,6 +141,48 @@ def test_batched_gap_sees_a_zero_that_no_diagonal_entry_shows():
     )
 
 
+@pytest.mark.parametrize("columns", [20, 26])
+@pytest.mark.parametrize("decay", ["equal", "linear", "geometric", "tail", "spike"])
+@pytest.mark.parametrize("computed_in", [None, torch.float32])
+def test_batched_gap_decides_as_singular_values_do(columns, decay, computed_in):
+    """Spectra whose smallest value is at 1/100 to 100 times the limit, closely around it too."""
+    n = 20
+    eps = torch.finfo(torch.float64).eps * columns if computed_in is None else 16 * 2.0**-23
+    around = torch.cat([torch.logspace(-2, 2, 41), torch.linspace(0.9, 1.6, 36)]).double()
+    # a tie would be decided by rounding
+    around = around[(around - 1).abs() > 0.02]
+    around = around if computed_in else around[(around < 0.3) | (around > 3)]
+    least = eps * around[:, None]
+    i = torch.arange(n, dtype=DOUBLE)
+    s = {
+        "equal": torch.where(i < n - 1, 1.0, least),
+        "linear": 1 - i / (n - 1) * (1 - least),
+        "geometric": least ** (i / (n - 1)),
+        "tail": (least * 1.2 ** i.flip(0)).clamp_max(1.0),
+        "spike": torch.where(i == 0, 1.0, least),
+    }[decay]
+    s[:, 0] = 1.0
+    left = haar_orthogonal(len(s), n, n, generator(1), DOUBLE)
+    right = haar_orthogonal(len(s), n, columns, generator(2), DOUBLE)
+    x = 3e5 * left @ (s[..., None] * right)
+    expected = isometry_gap(x, computed_in=computed_in)
+    gap = batched_isometry_gap(x, computed_in)
+    assert torch.isinf(gap).tolist() == torch.isinf(expected).tolist()
+    assert 10 < torch.isinf(gap).sum() < len(gap) - 10
+    if computed_in:  # near eps of float64 no algorithm has more digits
+        torch.testing.assert_close(gap, expected, rtol=1e-10, atol=1e-9)
+
+
+def test_rows_that_cancel_are_dependent_at_the_precision_of_the_computation():
+    x = gaussian(3, 8, 12).float()
+    x[1] -= x[1].mean(0)
+    x[2] = 0
+    assert torch.isinf(batched_isometry_gap(x, torch.float32)).tolist() == [False, True, True]
+    gap = batched_isometry_gap(x[:2])  # as exact numbers they do not cancel
+    torch.testing.assert_close(gap, isometry_gap(x[:2]), rtol=1e-8, atol=0)
+    assert torch.isfinite(gap).all()
+
+
 def test_more_rows_than_features():
     x = gaussian(5, 3)
     with pytest.raises(ValueError, match="n=5 rows in d=3"):
