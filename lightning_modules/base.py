@@ -73,9 +73,10 @@ class PaperModule(LightningModule):
         TypeError: If an argument cannot be stored in a checkpoint, as a lambda.
     """
 
-    monitor: ClassVar[str] = "val/loss"
-    """Metric by which checkpoints, early stopping and sweeps choose."""
-    mode: ClassVar[Literal["min", "max"]] = "min"
+    monitor: str = "val/loss"
+    """Metric by which checkpoints, early stopping and sweeps choose; a method whose arguments decide
+    it sets it in its constructor."""
+    mode: Literal["min", "max"] = "min"
     default_loss_weights: ClassVar[Mapping[str, float]] = {}
 
     training_iterations: Tensor

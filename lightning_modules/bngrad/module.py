@@ -92,8 +92,8 @@ class BNGrad(PaperModule):
     """
 
     default_loss_weights: ClassVar[dict[str, float]] = {"prediction": 1.0}
-    monitor: ClassVar[str] = "val/acc"
-    mode: ClassVar[Literal["min", "max"]] = "max"
+    monitor: str = "val/acc"
+    mode: Literal["min", "max"] = "max"
 
     network: DeepBNMLP
 
@@ -150,7 +150,7 @@ class BNGrad(PaperModule):
             "checkpoint_segments": checkpoint_segments,
         }  # fmt: skip
         if task == "regression":
-            self.monitor, self.mode = "val/mse", "min"  # type: ignore[misc]
+            self.monitor, self.mode = "val/mse", "min"
         self._checked: set[str] = set()
         self._probe: tuple[Tensor, Tensor] | None = None
         self._initial_signals: dict[str, Any] = {}

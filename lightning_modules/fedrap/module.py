@@ -234,9 +234,7 @@ class FedRAP(RecommenderModule):
             compile,
         )
         monitored = "hr" if protocol == "full" else "hr_paper"
-        # Set on the instance: which metric is watched is an argument here.
-        stage = "val" if select_on == "val" else "val_on_test"
-        setattr(self, "monitor", f"{stage}/{monitored}")  # noqa: B010
+        self.monitor = f"{'val' if select_on == 'val' else 'val_on_test'}/{monitored}"
         self.anchor = anchor()
         self.round_traffic: Traffic | None = None
         self.configure_metrics(top_k)

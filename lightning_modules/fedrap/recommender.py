@@ -3,7 +3,7 @@
 import csv
 import math
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -51,8 +51,8 @@ class RecommenderModule(PaperModule):
     A subclass implements `scores`.
     """
 
-    monitor: ClassVar[str] = "val/hr"
-    mode: ClassVar[Literal["min", "max"]] = "max"
+    monitor: str = "val/hr"
+    mode: Literal["min", "max"] = "max"
 
     def configure_metrics(self, top_k: int) -> None:
         """Create the metrics."""

@@ -31,8 +31,8 @@ class DDGPPIformer(PPIformer):
         ValueError: for arguments out of range.
     """
 
-    monitor: ClassVar[str] = "val/spearman"
-    mode: ClassVar[Literal["min", "max"]] = "max"
+    monitor: str = "val/spearman"
+    mode: Literal["min", "max"] = "max"
     default_loss_weights: ClassVar[dict[str, float]] = {"ddg": 1.0, "masked": 0.0}
 
     def __init__(

@@ -90,7 +90,7 @@ class PPIformer(PaperModule):
         ValueError: for arguments out of range, or weights of another architecture.
     """
 
-    monitor: ClassVar[str] = "val/perplexity"
+    monitor: str = "val/perplexity"
     default_loss_weights: ClassVar[dict[str, float]] = {"masked": 1.0}
     class_weight: Tensor
 

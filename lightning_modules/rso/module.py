@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -89,8 +89,8 @@ class RSO(PreferenceModule):
         ValueError: An argument is out of range, or two do not go together.
     """
 
-    monitor: ClassVar[str] = "val/objective"
-    mode: ClassVar[Literal["min", "max"]] = "max"
+    monitor: str = "val/objective"
+    mode: Literal["min", "max"] = "max"
 
     def __init__(
         self,

@@ -63,8 +63,8 @@ class PreferenceModule(PaperModule):
     The arguments are those of `RSO` of the same names.
     """
 
-    monitor: ClassVar[str] = "val/loss"
-    mode: ClassVar[Literal["min", "max"]] = "min"
+    monitor: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
     default_loss_weights: ClassVar[Mapping[str, float]] = {"preference": 1.0, "sft": 0.0}
 
     def __init__(

@@ -54,7 +54,7 @@ class SupervisedFineTuning(PaperModule):
         loss_weights: `nll`.
     """
 
-    monitor: ClassVar[str] = "val/loss"
+    monitor: str = "val/loss"
     default_loss_weights: ClassVar[Mapping[str, float]] = {"nll": 1.0}
 
     def __init__(
@@ -192,7 +192,7 @@ class RewardRanking(PaperModule):
         loss_weights: `ranking`.
     """
 
-    monitor: ClassVar[str] = "val/loss"
+    monitor: str = "val/loss"
     default_loss_weights: ClassVar[Mapping[str, float]] = {"ranking": 1.0}
 
     def __init__(
