@@ -74,8 +74,10 @@ class PaperModule(LightningModule):
     """
 
     monitor: str = "val/loss"
-    """Metric by which checkpoints, early stopping and sweeps choose; a method whose arguments decide
-    it sets it in its constructor."""
+    """Metric by which checkpoints, early stopping and sweeps choose.
+
+    A method whose arguments decide it sets it in its constructor.
+    """
     mode: Literal["min", "max"] = "min"
     default_loss_weights: ClassVar[Mapping[str, float]] = {}
 
