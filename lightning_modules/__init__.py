@@ -10,6 +10,7 @@ PUBLIC_NAMES = {
     "BNGrad": "bngrad",
     "FedRAP": "fedrap",
     "EpsilonScaling": "epsilon_scaling",
+    "NoisyClassifier": "epsilon_scaling",
     "DDGPPIformer": "ppiformer",
     "PPIformer": "ppiformer",
     "PaperModule": "base",

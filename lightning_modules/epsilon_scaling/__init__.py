@@ -19,6 +19,7 @@ from lightning_modules.epsilon_scaling.lambda_search import (
     grid_search,
 )
 from lightning_modules.epsilon_scaling.module import EpsilonScaling
+from lightning_modules.epsilon_scaling.noisy_classifier import NoisyClassifier
 from lightning_modules.epsilon_scaling.pictures import image_grid, to_uint8
 from lightning_modules.epsilon_scaling.scaled_model import ScaledModel
 from lightning_modules.epsilon_scaling.schedule import EpsilonSchedule
@@ -28,6 +29,7 @@ __all__ = [
     "EpsilonSchedule",
     "ExposureBias",
     "GaussianTrace",
+    "NoisyClassifier",
     "PositionNoise",
     "SamplerSettings",
     "ScaledModel",

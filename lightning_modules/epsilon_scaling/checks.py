@@ -39,6 +39,20 @@ def check_images(x: Tensor, fields: str = "x") -> None:
         )
 
 
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Refuse what is no class number.
+
+    Raises:
+        ValueError: If labels are no integers in [0, num_classes).
+    """
+    low, high = labels.min().item(), labels.max().item()
+    if labels.is_floating_point() or low < 0 or high >= num_classes:
+        raise ValueError(
+            f"labels must be integers below num_classes = {num_classes}, "
+            f"got {labels.dtype} from {low} to {high}"
+        )
+
+
 def check_arguments(module: EpsilonScaling, timestep_sampling: str) -> None:
     """Refuse arguments that are out of range or do not go together.
 
@@ -65,10 +79,11 @@ def check_arguments(module: EpsilonScaling, timestep_sampling: str) -> None:
         module.label_dropout or module.guidance == "classifier_free"
     ):
         raise ValueError("label_dropout and classifier_free guidance need num_classes")
-    if module.guidance == "classifier" and not (
-        module.classifier_args and module.classifier_checkpoint
-    ):
-        raise ValueError("classifier guidance needs classifier_args and classifier_checkpoint")
+    if module.guidance == "classifier" and not module.classifier_checkpoint:
+        raise ValueError(
+            "classifier guidance needs classifier_checkpoint: one of NoisyClassifier, or a "
+            "published one with its classifier_args"
+        )
     if edm and not module.settings.is_edm:
         raise ValueError("prediction 'edm' needs sampler 'heun' or 'euler'")
     if module.settings.is_edm and module.prediction not in ("edm", "epsilon"):

@@ -74,8 +74,9 @@ class EpsilonScaling(SamplesImages):
         label_dropout: Share of training samples with an empty label (classifier-free guidance).
         guidance: "none", "classifier" or "classifier_free".
         guidance_scale: Strength of the guidance.
-        classifier_args: Constructor arguments of the ADM classifier that guides.
-        classifier_checkpoint: Its published state dict.
+        classifier_args: Constructor arguments of a published ADM classifier that guides.
+        classifier_checkpoint: Its state dict, or a checkpoint of `NoisyClassifier`, which needs
+            no arguments.
         sampler: "ddim", "ancestral", "heun" or "euler".
         respacing: Sampling steps, as "20", "10,15,20" or "ddim25".
         eta: Noise of DDIM.
@@ -113,8 +114,8 @@ class EpsilonScaling(SamplesImages):
         ValueError: If an argument is out of range or does not go with another.
     """
 
-    monitor: ClassVar[str] = "val/loss"
-    mode: ClassVar[Literal["min", "max"]] = "min"
+    monitor: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
     default_loss_weights: ClassVar[dict[str, float]] = {"mse": 1.0, "vb": 1.0}
 
     def __init__(

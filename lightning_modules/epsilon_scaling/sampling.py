@@ -10,23 +10,22 @@ from torch import Tensor, nn
 
 from lightning_modules.base import PaperModule
 from lightning_modules.components.diffusion import (
-    ADMClassifier,
     AncestralSampler,
     DDIMSampler,
     GaussianDiffusion,
     classifier_free,
     classifier_gradient,
     counter_normal,
-    load_adm_checkpoint,
 )
 from lightning_modules.components.randomness import seed_from
 from lightning_modules.epsilon_scaling.baselines import analytic_log_variances, noise_energy
 from lightning_modules.epsilon_scaling.batches import Images, ImagesInMemory, rows_of
-from lightning_modules.epsilon_scaling.checks import check_images
+from lightning_modules.epsilon_scaling.checks import check_images, check_labels
 from lightning_modules.epsilon_scaling.exposure_bias import ExposureBias, measure_exposure_bias
 from lightning_modules.epsilon_scaling.features import FEATURES, ClassifierFeatures, build_features
 from lightning_modules.epsilon_scaling.generation import PositionNoise, SamplerSettings, generate
 from lightning_modules.epsilon_scaling.lambda_search import golden_section_search, grid_search
+from lightning_modules.epsilon_scaling.noisy_classifier import guiding_classifier
 from lightning_modules.epsilon_scaling.pictures import (
     grid_figure,
     shown_in_figure,
@@ -119,19 +118,6 @@ class SamplesImages(PaperModule):
         assert isinstance(labels, Tensor)
         return labels
 
-    def _check_labels(self, labels: Tensor) -> None:
-        # Reads values, which would make an accelerator wait: not in every step.
-        assert self.num_classes is not None
-        if (
-            labels.is_floating_point()
-            or int(labels.min()) < 0
-            or int(labels.max()) >= self.num_classes
-        ):
-            raise ValueError(
-                f"labels must be integers below num_classes = {self.num_classes}, "
-                f"got {labels.dtype} from {labels.min().item()} to {labels.max().item()}"
-            )
-
     def _check_once(self, batch: Images, stage: str) -> None:
         if self._checked_stage == stage:
             return
@@ -141,8 +127,9 @@ class SamplesImages(PaperModule):
                 f"images of shape {list(batch.x.shape[1:])} for a model of {list(self.image_shape)}"
             )
         labels = self._labels(batch)
-        if labels is not None:
-            self._check_labels(labels)
+        if labels is not None and self.num_classes is not None:
+            # Reads values, which would make an accelerator wait: not in every step.
+            check_labels(labels, self.num_classes)
         self._checked_stage = stage
 
     def _positions(self, count: int) -> Tensor:
@@ -168,11 +155,14 @@ class SamplesImages(PaperModule):
             return None
         if labels is None:
             raise ValueError("classifier guidance needs num_classes and labels")
-        if "classifier" not in self._hidden:
-            classifier = ADMClassifier(**(self.classifier_args or {}))
-            load_adm_checkpoint(str(self.classifier_checkpoint), classifier)
-            self._hidden["classifier"] = classifier.eval().requires_grad_(False)
-        classifier = self._hidden["classifier"].to(labels.device)
+        # Its weights take part in a gradient, which tensors made in inference mode cannot.
+        with torch.inference_mode(False):
+            if "classifier" not in self._hidden:
+                classifier = guiding_classifier(
+                    str(self.classifier_checkpoint), self.classifier_args, self.diffusion
+                )
+                self._hidden["classifier"] = classifier.eval().requires_grad_(False)
+            classifier = self._hidden["classifier"].to(labels.device)
         return classifier_gradient(classifier, labels, self.guidance_scale)
 
     @torch.no_grad()

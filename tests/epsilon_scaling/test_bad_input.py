@@ -32,7 +32,7 @@ SMALL = {"network_args": {"width": 16, "blocks": 1}, "image_shape": [1, 8, 8]}
         ({"input_perturbation": -1.0}, "input_perturbation"),
         ({"label_dropout": 0.1}, "need num_classes"),
         ({"guidance": "classifier_free"}, "need num_classes"),
-        ({"guidance": "classifier", "num_classes": 10}, "classifier_args"),
+        ({"guidance": "classifier", "num_classes": 10}, "classifier_checkpoint"),
         ({"guidance_scale": -1.0}, "guidance_scale"),
         ({"prediction": "edm"}, "needs sampler 'heun' or 'euler'"),
         ({"prediction": "v", "sampler": "heun"}, "need prediction 'edm' or 'epsilon'"),

@@ -19,16 +19,18 @@ def classifier_gradient(
     """Gradient of scale * log p(label | x, t) for the samplers.
 
     Args:
-        classifier: Called with (x, original timesteps), gives ``(n, classes)`` logits.
+        classifier: Called with (x, original timesteps), gives ``(n, classes)`` logits. Its
+            weights must not have been made in inference mode.
         labels: ``(n,)`` int64.
         scale: Strength.
     """
 
     def gradient(x: Tensor, timesteps: Tensor) -> Tensor:
-        with torch.enable_grad():
-            inputs = x.detach().requires_grad_(True)
-            log_probability = functional.log_softmax(classifier(inputs, timesteps), dim=-1)
-            chosen = log_probability.gather(1, labels[:, None]).sum()
+        # Lightning tests and predicts in inference mode, whose tensors autograd refuses: copies.
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = x.detach().clone().requires_grad_(True)
+            log_probability = functional.log_softmax(classifier(inputs, timesteps.clone()), dim=-1)
+            chosen = log_probability.gather(1, labels.clone()[:, None]).sum()
             return torch.autograd.grad(chosen, inputs)[0] * scale
 
     return gradient
