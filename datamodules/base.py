@@ -92,20 +92,32 @@ class GlobalOrder:
 
 
 class EvaluationOrder:
-    """Every sample exactly once over all ranks: rank r takes r, r + world, r + 2 world, ..."""
+    """Every sample exactly once over all ranks: rank r takes r, r + world, r + 2 world, ...
+
+    All ranks have equally many batches, since sharded weights are gathered once a batch by all of
+    them: a rank with one batch fewer splits one in two. (With batches of one sample it can't.)
+    """
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.indices = range(rank, size, world_size)
-        self.batch_size = batch_size
+        own = range(rank, size, world_size)
+        self._batches = [
+            own[start : start + batch_size] for start in range(0, len(own), batch_size)
+        ]
+        most = len(range(0, len(range(0, size, world_size)), batch_size))
+        if len(self._batches) < most:
+            for position, batch in reversed(list(enumerate(self._batches))):
+                if len(batch) > 1:
+                    half = len(batch) // 2
+                    self._batches[position : position + 1] = [batch[:half], batch[half:]]
+                    break
         self.epoch = 0
 
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
+        return len(self._batches)
 
     def batches(self) -> Iterator[list[int]]:
         """Index lists of this rank; the last may be short."""
-        for start in range(0, len(self.indices), self.batch_size):
-            yield list(self.indices[start : start + self.batch_size])
+        yield from map(list, self._batches)
 
 
 def _shuffled(size: int, batch_size: int, seed: int, rank: int, world_size: int) -> Order:

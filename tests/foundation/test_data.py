@@ -61,7 +61,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     assert sorted(order(5, 7)) == list(range(16))
 
 
-@pytest.mark.parametrize("size", [1, 5, 8, 9])
+@pytest.mark.parametrize("size", [1, 5, 8, 9, 10, 13, 26])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_sees_every_sample_once(size: int, world_size: int) -> None:
     orders = [EvaluationOrder(size, 2, rank, world_size) for rank in range(world_size)]
@@ -69,6 +69,9 @@ def test_evaluation_sees_every_sample_once(size: int, world_size: int) -> None:
     assert sorted(seen) == list(range(size))
     for order in orders:
         assert len(order) == len(list(order.batches()))
+        assert all(batch for batch in order.batches())
+    if size >= 2 * world_size:
+        assert len({len(order) for order in orders}) == 1
 
 
 def test_too_small_data_are_refused() -> None:
