@@ -1,6 +1,5 @@
 """Random numbers of training that survive an interruption."""
 
-import os
 import random
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_modules.components.randomness import seed_from
+from lightning_modules.components.randomness import global_seed, seed_from
 
 
 class StepSeed(Callback):
@@ -29,7 +28,7 @@ class StepSeed(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Seed torch, NumPy and Python."""
-        base = self.seed if self.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        base = self.seed if self.seed is not None else global_seed()
         seed = seed_from(base, trainer.current_epoch, batch_idx, trainer.global_rank)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 (the global generator is what users draw from)

@@ -1,7 +1,6 @@
 """The one base class of every method."""
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,17 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_modules.components.randomness import generator_from
+from lightning_modules.components.randomness import generator_from, global_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Penalty = Callable[[nn.Module], Tensor]
-
-
-def global_seed() -> int:
-    """Return the seed given to `seed_everything`, 0 if there was none."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def spec(value: Any) -> Any:

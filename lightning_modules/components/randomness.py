@@ -1,9 +1,15 @@
 """Random numbers that depend on nothing but a key: never on what ran before or on other ranks."""
 
 import hashlib
+import os
 
 import numpy as np
 import torch
+
+
+def global_seed() -> int:
+    """Return the seed given to `seed_everything`, 0 if there was none."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def seed_from(*key: object) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torchmetrics import MeanMetric
 
-from lightning_modules.base import global_seed
 from lightning_modules.components.diffusion import (
     EDMPreconditioning,
     ExactScore,
@@ -24,7 +23,7 @@ from lightning_modules.components.diffusion import (
     min_snr_weight,
     training_loss,
 )
-from lightning_modules.components.randomness import seed_from
+from lightning_modules.components.randomness import global_seed, seed_from
 from lightning_modules.components.sharding import shard_blocks
 from lightning_modules.epsilon_scaling.batches import Images, known_mixture, rows_of
 from lightning_modules.epsilon_scaling.checks import check_arguments

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torchmetrics import MeanMetric
 
-from lightning_modules.base import PaperModule, global_seed
+from lightning_modules.base import PaperModule
 from lightning_modules.components.diffusion import (
     ADMClassifier,
     GaussianDiffusion,
@@ -19,7 +19,7 @@ from lightning_modules.components.diffusion import (
     counter_uniform,
     load_adm_checkpoint,
 )
-from lightning_modules.components.randomness import seed_from
+from lightning_modules.components.randomness import global_seed, seed_from
 from lightning_modules.components.sharding import shard_blocks
 from lightning_modules.epsilon_scaling.batches import Images, rows_of
 from lightning_modules.epsilon_scaling.checks import check_images, check_labels

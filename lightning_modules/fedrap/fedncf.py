@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.optim import Adam, Optimizer
 
-from lightning_modules.base import global_seed
 from lightning_modules.components.closed_form import StepCounter, anchor
-from lightning_modules.components.randomness import seed_from
+from lightning_modules.components.randomness import global_seed, seed_from
 from lightning_modules.fedrap.communication import Traffic
 from lightning_modules.fedrap.networks import NeuralFusion
 from lightning_modules.fedrap.objective import cross_entropy

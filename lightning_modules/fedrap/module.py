@@ -10,9 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_modules.base import global_seed
 from lightning_modules.components.closed_form import StepCounter, anchor
-from lightning_modules.components.randomness import generator_from
+from lightning_modules.components.randomness import generator_from, global_seed
 from lightning_modules.fedrap import ranks
 from lightning_modules.fedrap.aggregation import ServerOptimizer
 from lightning_modules.fedrap.arguments import check_at_least, check_choice, imported

@@ -108,6 +108,8 @@ def _tightness(epsilons: list[float], ratios: list[float]) -> Figure:
     axis = figure.subplots()
     axis.semilogx(epsilons, ratios, "o-", label="MMCC over row-wise yardstick")
     axis.axhline(1.0, color="gray", linewidth=0.8)
+    axis.set_xticks(epsilons, [f"{epsilon:.2g}" for epsilon in epsilons], minor=False)
+    axis.set_xticks([], minor=True)
     axis.set_xlabel("epsilon at delta = 1e-5")
     axis.set_ylabel("ratio")
     axis.set_title("2000 steps, p = 0.01, 4 bands")

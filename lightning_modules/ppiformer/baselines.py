@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_modules.components.randomness import generator_from
 from lightning_modules.ppiformer.readout import MutationBatch, sum_points
 
 # BLOSUM62 (Henikoff and Henikoff, 1992), rows and columns in the order ACDEFGHIKLMNPQRSTVWY
@@ -41,13 +40,6 @@ Predictor = Callable[[MutationBatch], Tensor]
 def constant(value: float) -> Predictor:
     """The same ddG for every mutation, for example the training mean."""
     return lambda batch: torch.full((len(batch.mutation_graph),), value)
-
-
-def random_ddg(seed: int = 0) -> Predictor:
-    """Standard normal numbers."""
-    return lambda batch: torch.randn(
-        len(batch.mutation_graph), generator=generator_from(seed, "random ddG")
-    )
 
 
 def unigram(counts: Tensor) -> Predictor:

@@ -9,7 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_modules.base import PaperModule, global_seed
+from lightning_modules.base import PaperModule
+from lightning_modules.components.randomness import global_seed
 from lightning_modules.components.sharding import shard_blocks
 from lightning_modules.ppiformer.checkpoint import load_weights, read_weights
 from lightning_modules.ppiformer.encoder import SE3Encoder

@@ -9,7 +9,6 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_modules.base import global_seed
 from lightning_modules.components.language.encoding import PairRecord, unpad
 from lightning_modules.components.language.reference import (
     data_fingerprint,
@@ -17,6 +16,7 @@ from lightning_modules.components.language.reference import (
     tokenizer_fingerprint,
 )
 from lightning_modules.components.language.rollouts import Sampling
+from lightning_modules.components.randomness import global_seed
 from lightning_modules.rso.candidates import (
     PairOptions,
     PairStatistics,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torchmetrics import MeanMetric
 
-from lightning_modules.base import PaperModule, global_seed
+from lightning_modules.base import PaperModule
 from lightning_modules.components.language.backbone import (
     BackboneConfig,
     build_backbone,
@@ -31,6 +31,7 @@ from lightning_modules.components.language.reward import (
     ScalarReward,
 )
 from lightning_modules.components.language.sharding import shard_language_model
+from lightning_modules.components.randomness import global_seed
 from lightning_modules.rso.policies import LanguagePolicy
 
 

@@ -140,11 +140,6 @@ class VPSDE:
         """Drift rate."""
         return self.rate_min + (self.rate_max - self.rate_min) * t
 
-    def add_noise(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Sample x_t. x, noise ``(n, ...)``; t ``(n,)``."""
-        shape = (-1,) + (1,) * (x.ndim - 1)
-        return self.alpha(t).reshape(shape) * x + self.sigma(t).reshape(shape) * noise
-
     def time(self, log_snr_half: Tensor) -> Tensor:
         """Inverse of log(alpha / sigma), for solvers that step evenly in it."""
         log_alpha = -0.5 * torch.nn.functional.softplus(-2 * log_snr_half)

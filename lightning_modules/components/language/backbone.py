@@ -92,11 +92,6 @@ class BackboneConfig:
             raise ValueError(f"backbone has no option {unknown[0]}; options: {sorted(known)}")
         return cls(**values)
 
-    @property
-    def from_scratch(self) -> bool:
-        """Whether the weights are random."""
-        return isinstance(self.source, Mapping)
-
     def check_trainable(self) -> None:
         """Raise when training this model would change nothing."""
         if self.quantization != "none" and self.lora is None:

@@ -57,10 +57,6 @@ class Strategy(ABC):
         column = self.coefficients(n)
         return self.matrix(n) if column is None else column
 
-    def is_nonnegative(self, n: int) -> bool:
-        """Whether conditional composition covers this strategy."""
-        return bool(np.all(self.accounted(n) >= 0.0))
-
     def column_norms(self, n: int) -> Array:
         """L2 norms of the columns of C, (n,)."""
         column = self.coefficients(n)
